@@ -19,7 +19,7 @@ from torch import Tensor
 import torch_occ as occ
 from experiments import common
 from experiments.common import RunsOnMDP
-from torch_occ.reference import flow_constraints, gather
+from torch_occ.reference import flow_constraints, on_pairs
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def best_within(mdp: occ.LayeredMDP, mean: Tensor, budgets: occ.Budgets) -> floa
 
     E, b = flow_constraints(mdp)
     flows = csr_array((E.values().numpy(), tuple(E.indices().numpy())), shape=tuple(E.shape))
-    most = {"A_ub": gather(mdp, budgets.costs).numpy(), "b_ub": budgets.limits.numpy()}
-    found = linprog(gather(mdp, mean).numpy(), A_eq=flows, b_eq=b.numpy(), **most)
+    most = {"A_ub": on_pairs(mdp, budgets.costs).numpy(), "b_ub": budgets.limits.numpy()}
+    found = linprog(on_pairs(mdp, mean).numpy(), A_eq=flows, b_eq=b.numpy(), **most)
     if found.fun is None:
         raise ValueError(f"share: the budget cannot be met; {found.message}")
     return float(found.fun)

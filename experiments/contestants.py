@@ -30,8 +30,8 @@ from torch_occ.reference import (
     Equations,
     Settings,
     atoms,
-    gather,
     largest,
+    on_pairs,
     spread,
     state_in_cvxpy,
 )
@@ -134,11 +134,11 @@ def cvxpy(case: Case) -> Run:
     tolerances = dict.fromkeys(("tol_gap_abs", "tol_gap_rel", "tol_feas"), 1e-14)
     for parameter, weight in zip(parameters[1:], weights.values(), strict=True):
         parameter.value = (weight.detach() / scale).numpy()
-    parameters[0].value = (gather(case.mdp, losses[0]) / scale).numpy()
+    parameters[0].value = (on_pairs(case.mdp, losses[0]) / scale).numpy()
     problem.get_problem_data("CLARABEL")  # compiles it; from now on only numbers change
 
     def solve(loss: Tensor) -> Tensor:
-        parameters[0].value = (gather(case.mdp, loss) / scale).numpy()
+        parameters[0].value = (on_pairs(case.mdp, loss) / scale).numpy()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Solution may be inaccurate", UserWarning)
             problem.solve(solver="CLARABEL", **tolerances)

@@ -1,8 +1,7 @@
 """A grid of MDPs x losses x learners x parameters x seeds, on local processes or on a Dask cluster.
 
-Every cell is one game with one seed. If the script is stopped, call it again with `--directory` to
-continue. `--cluster tcp://host:8786` plays the same cells on a cluster (docs/results.md), with the
-same results to the bit.
+Every cell is one game with one seed. `--directory` continues a sweep that was stopped, and
+`--cluster tcp://host:8786` plays on a cluster (docs/results.md), with the same results to the bit.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,7 +84,7 @@ def make_mdp(name: str) -> occ.LayeredMDP:
             return occ.LayeredMDP.random(horizon, width, actions, seed=0)
         if kind == "gym":
             id_, _, steps = rest.rpartition(":")
-            return occ.LayeredMDP.from_gymnasium(id_, int(steps), verify=1000)
+            return occ.LayeredMDP.from_gymnasium(id_, int(steps))
     except ValueError as error:
         raise ValueError(f"mdps: {name!r}: {error}") from error
     raise ValueError(
@@ -159,11 +159,11 @@ def main(args: Args) -> Path:
     """Run the missing cells, and summarize."""
     grid = cells(args)
     directory = common.begin("sweep", args) if args.directory is None else args.directory
-    cluster, local = f"the cluster at {args.cluster}", f"{args.processes} local processes"
-    where = cluster if args.cluster else local
+    where = args.cluster or f"{args.processes} local processes"
     print(f"{len(grid)} cells on {where}; {common.machine()}\n{directory}", flush=True)
+    executor = import_module("distributed").Client(args.cluster) if args.cluster else None
+    options: dict[str, Any] = {"executor": executor, "tensorboard": args.tensorboard}
     try:
-        options: dict[str, Any] = {"cluster": args.cluster, "tensorboard": args.tensorboard}
         done = occ.sweep(play, grid, directory, processes=args.processes, **options)
     except KeyboardInterrupt:
         sys.exit(f"\ninterrupted; finished cells are stored. Continue with --directory {directory}")

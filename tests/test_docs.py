@@ -174,8 +174,8 @@ PACKAGES = [occ, occ.mdp, occ.step, occ.game, occ.rivals, occ.limits, occ.tuning
 def test_every_public_name_is_in_the_reference(package):
     public = {
         f"{package.__name__}.{name}"
-        for name, thing in vars(package).items()
-        if not name.startswith("_") and not inspect.ismodule(thing)
+        for name in getattr(package, "__all__", vars(package))
+        if not name.startswith("_") and not inspect.ismodule(getattr(package, name))
     }
     assert public <= set(reference())
 

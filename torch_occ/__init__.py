@@ -53,6 +53,7 @@ from torch_occ.step.solution import Status as Status
 from torch_occ.step.solution import Budgets as Budgets
 from torch_occ.step.solution import InfeasibleError as InfeasibleError
 from torch_occ.step.ftrl import FTRLStep as FTRLStep
+from torch_occ.step.utilities import UtilityStep as UtilityStep
 from torch_occ.step.checking import check_regularizer as check_regularizer
 from torch_occ.step.solution import SolveError as SolveError
 

@@ -42,7 +42,7 @@ def tasks() -> dict[str, Callable[[], object]]:
     }
 
 
-def main(arguments: list[str] | None = None) -> None:
+def command(arguments: list[str] | None = None) -> None:
     """Read the command line, and compile."""
     parser = argparse.ArgumentParser(prog="python -m torch_occ", description=__doc__)
     parser.add_argument("command", choices=["compile"], help="compile the kernels and keep them")
@@ -57,4 +57,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command()

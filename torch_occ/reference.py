@@ -39,13 +39,8 @@ CONDITIONAL: Atom = ("pair given state", "x log x")
 def atoms(regularizer: Regularizer, t: Tensor | float) -> dict[Atom, Tensor]:
     """psi_t as a combination of convex atoms with positive weights.
 
-    Equal atoms are merged, and atoms of weight zero are left out. Products such as alpha / eta_t
-    are computed in torch, because cvxpy's rules for parameters (DPP) forbid them. Autograd then
-    passes the derivative in a weight on to alpha, gamma and t.
-
-    Raises:
-        TypeError: if a part of the regularizer has no table of terms.
-        ValueError: if a term is not convex, or a parameter has one value per layer, state or pair.
+    Products such as alpha / eta_t are computed in torch, because cvxpy's rules for parameters
+    (DPP) forbid them. Autograd then passes the derivative in a weight on to alpha, gamma and t.
     """
     for name, place in regularizer.places().items():
         raise ValueError(
@@ -84,7 +79,7 @@ def atoms(regularizer: Regularizer, t: Tensor | float) -> dict[Atom, Tensor]:
     return {atom: weight for atom, weight in weights.items() if bool((weight != 0).any())}
 
 
-def gather(mdp: LayeredMDP, loss: Tensor) -> Tensor:
+def on_pairs(mdp: LayeredMDP, loss: Tensor) -> Tensor:
     """The loss on the N existing pairs, `(*batch, N)`."""
     if loss.shape[-2:] != mdp.actions.shape or not bool(loss[..., mdp.actions].isfinite().all()):
         raise ValueError(
@@ -95,7 +90,7 @@ def gather(mdp: LayeredMDP, loss: Tensor) -> Tensor:
 
 
 def spread(mdp: LayeredMDP, x: Tensor) -> Tensor:
-    """The inverse of `gather`: `(*batch, N)` -> `(*batch, S, A)`, zero on masked pairs."""
+    """The inverse of `on_pairs`: `(*batch, N)` -> `(*batch, S, A)`, zero on masked pairs."""
     place = (mdp.actions.flatten().cumsum(0) - 1).clamp(min=0).view(mdp.actions.shape)
     return torch.where(mdp.actions, x[..., place], 0.0)
 
@@ -129,11 +124,8 @@ def state_in_cvxpy(
     """The step as a DPP problem.
 
     Powers other than 1/2 become second-order cones, with a nearby fraction as the exponent. With
-    `exact_powers` they become power cones, which diffcp does not support.
-
-    Returns:
-        The problem, its variable q over the N existing pairs, and its parameters: the loss, and one
-        weight per atom.
+    `exact_powers` they become power cones, which diffcp does not support. Returns the problem, its
+    variable q over the N existing pairs, and its parameters: the loss, and one weight per atom.
     """
     cp, scipy = require("cvxpy"), require("scipy.sparse")
     E, b = flow_constraints(mdp)
@@ -178,23 +170,20 @@ def solve_cvxpy(
     constraints: Budgets | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Solve the step with cvxpy; by default with Clarabel and tight tolerances.
+    """Solve the step with cvxpy: q `(S, A)` and the multipliers v `(S,)`.
 
     Args:
         constraints: budgets without a batch.
-        options: options of `Problem.solve` that replace the defaults.
-
-    Returns:
-        q `(S, A)` and the multipliers v `(S,)`.
+        options: of `Problem.solve`, in place of Clarabel with tight tolerances.
     """
     weights = atoms(regularizer, t)
     problem, q, parameters = state_in_cvxpy(mdp, list(weights), exact_powers=True)
     if constraints is not None:
-        spent = gather(mdp, constraints.costs).detach().numpy() @ q
+        spent = on_pairs(mdp, constraints.costs).detach().numpy() @ q
         limits = constraints.limits.detach().numpy()
         problem = type(problem)(problem.objective, [*problem.constraints, spent <= limits])
     scale = largest(weights)
-    for parameter, given in zip(parameters, [gather(mdp, loss), *weights.values()], strict=True):
+    for parameter, given in zip(parameters, [on_pairs(mdp, loss), *weights.values()], strict=True):
         parameter.value = (given.detach() / scale).numpy()
     with warnings.catch_warnings():
         # If Clarabel cannot certify the digits asked for, it returns its best point, and cvxpy
@@ -207,11 +196,7 @@ def solve_cvxpy(
 
 
 def largest(weights: Mapping[Atom, Tensor]) -> Tensor:
-    """The largest weight, `()` or `(B,)`.
-
-    Dividing the loss and all weights by it does not change q, and solvers are far more accurate
-    with numbers near one.
-    """
+    """The largest weight, `()` or `(B,)`; solvers are far more accurate after a division by it."""
     return torch.stack(torch.broadcast_tensors(*weights.values())).detach().amax(0)
 
 
@@ -258,9 +243,8 @@ ALL_SETTINGS = (DEFAULT, LSMR, MOREAU, ACCURATE_SCS, ACCURATE_CLARABEL)
 class CvxpyLayer(Frozen):
     """The step by cvxpylayers: `layer(loss, t)` -> q.
 
-    It is differentiable in the loss, in t and in the regularizer's parameters. Exponents are fixed
-    at construction and get no gradient. Neither does the parameter of a term whose weight is zero
-    at construction.
+    It is differentiable in the loss, in t and in the regularizer's parameters, apart from exponents
+    and from parameters of terms whose weight is zero at construction.
     """
 
     fixed: ClassVar = dict.fromkeys(
@@ -283,7 +267,7 @@ class CvxpyLayer(Frozen):
         """loss `(S, A)` or `(B, S, A)`; t and the parameters are scalars or `(B,)`."""
         weights = atoms(self.regularizer, t)
         scale = largest(weights) if self.settings.normalize else torch.ones(())
-        inputs = [gather(self.mdp, loss) / scale.unsqueeze(-1)]
+        inputs = [on_pairs(self.mdp, loss) / scale.unsqueeze(-1)]
         inputs += [weights[atom] / scale for atom in self.atoms]
         # Without a gradient to compute, diffcp would pass the mode to the solver, which rejects it.
         differentiable = torch.is_grad_enabled() and any(given.requires_grad for given in inputs)
@@ -312,8 +296,7 @@ def require(module: str) -> Any:
 class Equations:
     """Residuals of the equations that a correct answer satisfies.
 
-    The equation of a pair is multiplied by q(s,a), so that the same relative error of q counts the
-    same in rare and in frequent pairs.
+    Each is multiplied by q(s,a), so that relative errors of rare and frequent pairs count alike.
     """
 
     mdp: LayeredMDP
@@ -322,11 +305,8 @@ class Equations:
     t: Tensor
 
     def residual_of_q(self, q: Tensor) -> float:
-        """The larger of two residuals of q; infinite unless q > 0.
-
-        They are |grad psi(q) + loss - E'v| for the best v, relative to its terms, and |E q - b|.
-        """
-        x, (E, b) = q.detach()[self.mdp.actions], _constraints(self.mdp)
+        """The larger of |grad psi(q) + loss - E'v| for the best v, relative, and |E q - b|."""
+        (E, b), x = flow_constraints(self.mdp), q.detach()[self.mdp.actions]
         if not bool(((x > 0) & x.isfinite()).all()):
             return torch.inf
         slope, linear = torch.func.grad(self._psi)(x).detach(), self.loss[self.mdp.actions]
@@ -334,11 +314,11 @@ class Equations:
         return float(torch.maximum(stationarity, (E @ x - b).abs().amax()))
 
     def residual_of_gradient(self, q: Tensor, c: Tensor, gradient: Tensor) -> float:
-        """The larger of two residuals of the gradient in the loss, -u.
+        """The larger of |c - H u - E'w| for the best w, relative to u = 0, and |E u| / |u|.
 
-        They are |c - H u - E'w| for the best w, relative to u = 0, and |E u|, relative to |u|.
+        -u is the gradient in the loss.
         """
-        x, (E, _) = q.detach()[self.mdp.actions], _constraints(self.mdp)
+        (E, _), x = flow_constraints(self.mdp), q.detach()[self.mdp.actions]
         u, c = -gradient[self.mdp.actions], c[self.mdp.actions]
         if not bool(((x > 0) & u.isfinite()).all()):
             return torch.inf
@@ -361,14 +341,9 @@ class Equations:
         return self.regularizer(spread(self.mdp, x), self.t, self.mdp)
 
 
-def _constraints(mdp: LayeredMDP) -> tuple[Tensor, Tensor]:
-    E, b = flow_constraints(mdp)
-    return E.to_dense(), b
-
-
 def _off_range(E: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     """min over v of |scale * (y - E'v)|."""
-    A, y = scale.unsqueeze(-1) * E.T, scale * y
+    A, y = scale.unsqueeze(-1) * E.to_dense().T, scale * y
     return (y - A @ torch.linalg.lstsq(A, y.unsqueeze(-1)).solution.squeeze(-1)).norm()
 
 
@@ -417,14 +392,8 @@ class Comparison:
 
     def __str__(self) -> str:
         names = [name for name in self.answers[0].gradients if name != "loss"]
-        head = [
-            "",
-            "ms",
-            "q: residual",
-            "d loss: residual",
-            *(f"d {name} (error)" for name in names),
-        ]
-        rows = [head]
+        head = ["", "ms", "q: residual", "d loss: residual"]
+        rows = [[*head, *(f"d {name} (error)" for name in names)]]
         for answer in self.answers:
             row = [answer.name, f"{1e3 * answer.seconds:.4g}"]
             row += [f"{answer.errors[name]:.0e}" for name in ("q", "loss")]
@@ -453,12 +422,6 @@ def judge(
     The gradients are those of ⟨c, q⟩. H is taken at the q with the smallest residual. The gradient
     in the loss with the smallest residual implies the other gradients. If even these exceed the
     tolerance, every answer counts as wrong.
-
-    Returns:
-        The answers with their errors.
-
-    Raises:
-        ValueError: if there is no answer.
     """
     if not answers:
         raise ValueError("answers: expected at least one")
@@ -492,14 +455,7 @@ def compare(
     """Solve one step with torch_occ, and with cvxpylayers under each of the settings.
 
     Compared are q and the gradients of ⟨c, q⟩ for a fixed c. Settings whose packages are not
-    installed are listed in `Comparison.left_out`, and when the comparison is printed.
-
-    Returns:
-        All answers with their residuals.
-
-    Raises:
-        ImportError: if none of the settings is installed.
-        ValueError: if there are no settings.
+    installed are listed in `Comparison.left_out`; if none is installed, an ImportError says so.
     """
     if not settings:
         raise ValueError(

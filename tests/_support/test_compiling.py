@@ -297,11 +297,11 @@ def test_every_name_in_a_kernel_comes_from_a_source_in_the_stamp():
 
 @pytest.mark.slow
 def test_the_engine_is_compiled_ahead(capsys):
-    __main__.main(["compile"])
+    __main__.command(["compile"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[:-1]] == [f"{n} of 8" for n in range(1, 9)]
     assert lines[-1].startswith("ready after ")
     assert compiling.place == ""
     with pytest.raises(SystemExit):
-        __main__.main(["comple"])
+        __main__.command(["comple"])
     assert "choose from" in capsys.readouterr().err

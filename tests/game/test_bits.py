@@ -16,7 +16,7 @@ from torch import Tensor
 from zoo import random_loss
 
 import torch_occ as occ
-from torch_occ.mdp.layers import InOrder, total
+from torch_occ.mdp.layers import InOrder, running_total
 from torch_occ.mdp.occupancy import optimal_policy
 
 pytestmark = pytest.mark.bits
@@ -201,7 +201,7 @@ def test_batches_that_do_not_fit_go_in_parts(monkeypatch):
 
 def test_a_sum_in_order():
     x = torch.tensor([1e16, 1.0, 1.0, -1e16], dtype=torch.float64)
-    assert float(total(x, 0)) == 0.0  # each 1 is lost in turn; 2.0 if they were added first
+    assert float(running_total(x, 0)) == 0.0  # each 1 is lost in turn; 2.0 if they were added first
 
 
 # -- the other machine -------------------------------------------------------------------------

@@ -64,6 +64,22 @@ def counting(config: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     return {"begun": begun, "count": count}
 
 
+def endless(config: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """A game that is far too long, and that saves only when it is stopped."""
+    import torch_occ as occ
+
+    class Began(occ.Callback):
+        def on_chunk(self, simulation: Any) -> None:
+            trace(config, "begun")
+
+    mdp = occ.LayeredMDP.random(1, 1, 2)
+    options = {"save_to": checkpoint / "run", "save_every": 1e9, "callbacks": [Began()]}
+    occ.simulate(
+        mdp, occ.FixedPolicy(mdp), occ.RandomWalkLosses(), 10**9, backend="torch", **options
+    )
+    return {}
+
+
 def game(config: dict[str, Any]) -> dict[str, Any]:
     """A real cell: FTRL in a random MDP, on the torch path."""
     import torch

@@ -7,9 +7,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torch_occ as occ
-from torch_occ.theory.surveys import batch_of_mdps, draw_mapping, draw_policy
+from torch_occ.theory.surveys import draw_mapping, draw_policy
 
 F64 = torch.float64
+
+
+def batch_of_mdps(count, horizon, width, actions, seed, concentration=1.0):
+    """Random MDPs of one layout as one batch; the same seed makes the same MDPs."""
+    seeds = range(seed, seed + count)
+    options = {"concentration": concentration}
+    return occ.tuning.stack(
+        [occ.LayeredMDP.random(horizon, width, actions, seed=s, **options) for s in seeds]
+    )
 
 
 class Case(NamedTuple):

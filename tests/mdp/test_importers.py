@@ -71,7 +71,7 @@ def chain(env, horizon):
 )
 def test_an_environment_is_its_table(name, horizon, options):
     env = gymnasium.make(name, **options)
-    mdp = occ.LayeredMDP.from_gymnasium(env, horizon, verify=0)
+    mdp = occ.LayeredMDP.from_gymnasium(env, horizon)
     best = occ.optimal_policy(mdp, mdp.loss).policy
     assert float(mdp.expected_return(occ.occupancy(mdp, best))) == pytest.approx(
         induction(env, horizon), abs=1e-12
@@ -92,7 +92,7 @@ def test_an_environment_is_its_table(name, horizon, options):
 
 
 def test_the_end_waits_with_one_action_and_the_loss_of_no_reward():
-    mdp = occ.LayeredMDP.from_gymnasium("CliffWalking-v1", 15, verify=0)
+    mdp = occ.LayeredMDP.from_gymnasium("CliffWalking-v1", 15)
     over = mdp.origin == ABSORBING
     assert over.sum() == 2  # the goal is 13 steps away
     assert mdp.actions[over].sum(-1).tolist() == [1, 1]
@@ -100,12 +100,12 @@ def test_the_end_waits_with_one_action_and_the_loss_of_no_reward():
     assert (mdp.reward_map.low, mdp.reward_map.high) == (-100.0, 0.0)
     assert mdp.loss[over][:, 0].tolist() == [0.0, 0.0]
     assert sorted(mdp.loss[~over].unique().tolist()) == [0.01, 1.0]
-    lake = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 8, verify=0)
+    lake = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 8)
     assert (lake.loss[lake.origin == ABSORBING][:, 0] == 1.0).all()
 
 
 def test_duplicate_next_states_add_up():
-    mdp = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 2, verify=0)
+    mdp = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 2)
     # From the corner, "left" slips up and stays, is blocked and stays, or slips down.
     assert mdp.origin.tolist() == [0, 0, 1, 4]
     torch.testing.assert_close(
@@ -114,7 +114,7 @@ def test_duplicate_next_states_add_up():
 
 
 def test_regret_in_both_units():
-    mdp = occ.LayeredMDP.from_gymnasium("CliffWalking-v1", 4, verify=0)
+    mdp = occ.LayeredMDP.from_gymnasium("CliffWalking-v1", 4)
     uniform = occ.occupancy(mdp, occ.uniform_policy(mdp))
     best = occ.occupancy(mdp, occ.optimal_policy(mdp, mdp.loss).policy)
     regret = ((uniform - best) * mdp.loss).sum()
@@ -130,7 +130,7 @@ def test_another_start():
 
 
 def test_it_survives_pickling_for_other_processes_and_conversion():
-    mdp = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 4, verify=0)
+    mdp = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 4)
     again = pickle.loads(pickle.dumps(mdp))
     assert torch.equal(again.loss, mdp.loss)
     assert torch.equal(mdp.to(torch.float32).reward, mdp.reward.float())
@@ -176,9 +176,9 @@ def test_options_that_do_not_exist_or_do_not_apply():
     for more in ({"options": {}}, {"is_slippery": False}):
         with expect(ValueError, "options", "made already"):
             occ.LayeredMDP.from_gymnasium(gymnasium.make("FrozenLake-v1"), 3, **more)
-    by_name = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 3, is_slippery=False, verify=0)
+    by_name = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 3, is_slippery=False)
     options = {"is_slippery": False}
-    twin = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 3, options=options, verify=0)
+    twin = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 3, options=options)
     assert all(map(torch.equal, by_name.transitions, twin.transitions))
     with expect(TypeError, "env: expected a Gymnasium environment or its id, got int"):
         occ.LayeredMDP.from_gymnasium(3, 3)
@@ -189,10 +189,13 @@ def test_a_horizon_beyond_the_time_limit():
         ValueError, "horizon: FrozenLake-v1 is cut off after 100 steps", "max_episode_steps=101"
     ):
         occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 101)
-    mdp = occ.LayeredMDP.from_gymnasium(
-        "FrozenLake-v1", 101, options={"max_episode_steps": 101}, verify=0
-    )
+    mdp = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 101, max_episode_steps=101)
     assert mdp.horizon == 101
+
+
+def test_a_change_of_mind_that_the_table_does_not_know():
+    with expect(ValueError, "fickle_passenger=True does not do what its table says"):
+        occ.LayeredMDP.from_gymnasium("Taxi-v4", 3, fickle_passenger=True)
 
 
 def broken(change):
@@ -424,14 +427,14 @@ def test_an_mdp_that_does_not_fit_is_refused_before_memory_is_asked_for(monkeypa
 
 
 def test_a_large_environment_is_stored_sparsely_and_a_small_one_densely(monkeypatch):
-    assert not occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 4, verify=0).is_sparse
-    taxi = occ.LayeredMDP.from_gymnasium("Taxi-v4", 20, verify=0)
+    assert not occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 4).is_sparse
+    taxi = occ.LayeredMDP.from_gymnasium("Taxi-v4", 20)
     assert taxi.is_sparse
     assert taxi.num_pairs == 45956
     # The storage changes nothing else.
-    small = occ.LayeredMDP.from_gymnasium("CliffWalkingSlippery-v1", 6, verify=0)
+    small = occ.LayeredMDP.from_gymnasium("CliffWalkingSlippery-v1", 6)
     monkeypatch.setattr("torch_occ.mdp.unroll.DENSE_ENTRIES", 0)
-    sparse = occ.LayeredMDP.from_gymnasium("CliffWalkingSlippery-v1", 6, verify=0)
+    sparse = occ.LayeredMDP.from_gymnasium("CliffWalkingSlippery-v1", 6)
     assert sparse.is_sparse
     policy = occ.uniform_policy(small)
     torch.testing.assert_close(

@@ -11,7 +11,7 @@ from zoo import random_loss
 
 import torch_occ as occ
 from experiments.distance_to_limit import few_successors
-from torch_occ.limits.separation import Bernoulli, Gaussian, excursions_of
+from torch_occ.limits import Bernoulli, Gaussian, excursions_of
 
 BANDIT = occ.LayeredMDP.random(1, 1, 4)
 

@@ -241,3 +241,12 @@ def test_the_budgets_of_a_step_move_with_it():
     assert single.constraints.costs.dtype == torch.float32
     q = single(loss.float(), t).detach()
     assert float(((budgets.costs.float() * q).sum((-2, -1)) - budgets.limits.float()).max()) < 1e-5
+
+
+def test_a_warm_start_that_underflowed_is_accepted_with_entropies():
+    mdp = occ.LayeredMDP.random(3, 3, 3, seed=0)
+    loss = torch.rand(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    budgets = occ.Budgets(loss[None], torch.tensor([1.3], dtype=torch.float64))
+    step = occ.FTRLStep(mdp, occ.ConditionalEntropy(), constraints=budgets)
+    empty = occ.occupancy(mdp, occ.optimal_policy(mdp, loss).policy)  # has zeros
+    torch.testing.assert_close(step(loss, warm_start=empty), step(loss))

@@ -3,11 +3,11 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from theory_cases import check
+from theory_cases import batch_of_mdps, check
 
 from torch_occ.theory import Statement
 from torch_occ.theory.statements import statement
-from torch_occ.theory.surveys import batch_of_mdps, draw_trajectory, survey
+from torch_occ.theory.surveys import draw_trajectory, survey
 
 
 @settings(max_examples=8)

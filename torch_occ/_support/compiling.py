@@ -55,7 +55,7 @@ def stamp_of(sources: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def keep(dispatcher: Any) -> Any:
+def keep_on_disk(dispatcher: Any) -> Any:
     """Cache a compiled function on disk if a folder is writable; return the function."""
     try:
         dispatcher._cache = _KernelCache(dispatcher.py_func)

@@ -19,17 +19,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from torch_occ._support.fingerprints import differences
 from torch_occ._support.version import VERSION
 
-# -- Files that are written atomically and checked for damage when they are read -------------------
-#
 # A file is first written under another name in the same folder and then renamed. So a failure never
-# destroys what was saved before. Files from which work continues also have a seal: the kind of
-# file, the version of its format and of this package, and a checksum of these and of the content. A
-# binary file has its seal in a last line, so that NumPy and torch can still read the file. A JSON
-# file has it in the entry "seal".
-
+# destroys what was saved before. Files from which work continues also have a seal in a last line:
+# the kind of file, the version of its format and of this package, and a checksum of these and of
+# the content. NumPy and torch can still read such a file.
 
 #: The version of the file format; files of another format are refused.
 FORMAT = 1
@@ -73,12 +68,10 @@ def write_atomically(
         raise
 
 
-# -- checksums ---------------------------------------------------------------------------------
-
-
 def write_checked(path: str | Path, kind: str, payload: bytes, *, rehearse: bool = False) -> None:
     """Write bytes and their seal atomically; `kind` names what they are, such as "a run"."""
-    content = payload + _last_line(_seal(kind, payload))
+    seal: dict[str, Any] = {"kind": f"torch_occ {kind}", "format": FORMAT, "version": VERSION}
+    content = payload + _last_line(seal | {"sha256": _sha256(seal, payload)})
     write_atomically(path, lambda file: file.write(content), rehearse=rehearse)
 
 
@@ -94,85 +87,42 @@ def read_checked(path: str | Path, kind: str, *, any_version: bool = False) -> b
             or not a file of this package; it names the path.
     """
     content = Path(path).read_bytes()
-    body, seal = _parted(content)
-    _check_seal(path, kind, body if content else None, seal, any_version)
-    return body
+    payload, seal = _parted(content)
+    own, version = str(seal.get("kind", "")), seal.get("version")
+    if not content:
+        trouble = "is empty"
+    elif not own.startswith("torch_occ "):
+        trouble = f"is not {kind} that torch_occ has saved, or it is damaged"
+    elif seal.get("sha256") != _sha256(seal, payload):
+        trouble = "is damaged: its checksum is wrong"
+    elif own != f"torch_occ {kind}":
+        trouble = f"is {own.removeprefix('torch_occ ')}, not {kind}"
+    elif seal["format"] != FORMAT or (version != VERSION and not any_version):
+        trouble = f"was saved by torch_occ {version}, and this is {VERSION}"
+    else:
+        return payload
+    raise ValueError(f"{path}: {trouble}. {_ADVICE}")
 
 
-def write_checked_json(path: str | Path, kind: str, content: dict[str, Any]) -> None:
-    """Write a dictionary as JSON, with its seal in the entry "seal", atomically."""
-    whole = content | {"seal": _seal(kind, _canonical(content))}
-    write_atomically(path, lambda file: file.write(json.dumps(whole, indent=1).encode()))
-
-
-def read_checked_json(path: str | Path, kind: str) -> dict[str, Any]:
-    """Read the dictionary that `write_checked_json` wrote; raises what `read_checked` raises."""
-    text, content, seal = Path(path).read_bytes(), {}, None
-    with suppress(ValueError):  # not JSON, so there is no seal
-        found = json.loads(text)
-        if isinstance(found, dict):
-            content, seal = found, found.pop("seal", None)
-    _check_seal(path, kind, _canonical(content) if text else None, seal)
-    return content
-
-
-def check_replaceable(path: Path) -> None:
-    """Raise a ValueError if `path` holds anything but a complete file of this package."""
-    if path.is_file():
-        body, seal = _parted(path.read_bytes())
-        if not isinstance(seal, dict) or seal.get("sha256") != _sha256(seal, body):
-            found = "a damaged file, or something that torch_occ has not saved"
-            raise ValueError(f"{path}: holds {found}. {_ADVICE}")
-
-
-def _parted(content: bytes) -> tuple[bytes, Any]:
-    """The payload, and the seal from the last line; the seal is None if missing or incomplete."""
-    body, _, line = content.removesuffix(b"\n").rpartition(b"\n")
+def _parted(content: bytes) -> tuple[bytes, dict[str, Any]]:
+    """The payload, and the seal from the last line; the seal is empty if it is not complete."""
+    payload, _, line = content.removesuffix(b"\n").rpartition(b"\n")
     with suppress(ValueError, TypeError):
         seal = json.loads(line)
-        if content == body + _last_line(seal):
-            return body, seal
-    return body, None
-
-
-def _seal(kind: str, payload: bytes) -> dict[str, Any]:
-    seal = {"kind": f"torch_occ {kind}", "format": FORMAT, "version": VERSION}
-    return seal | {"sha256": _sha256(seal, payload)}
+        if isinstance(seal, dict) and content == payload + _last_line(seal):
+            return payload, seal
+    return payload, {}
 
 
 def _sha256(seal: dict[str, Any], payload: bytes) -> str:
     """The checksum of the payload and of the other entries of the seal."""
     named = {name: seal.get(name) for name in ("kind", "format", "version")}
-    return hashlib.sha256(_canonical(named) + b"\n" + payload).hexdigest()
-
-
-def _canonical(content: Any) -> bytes:
-    return json.dumps(content, sort_keys=True).encode()
+    text = json.dumps(named, sort_keys=True).encode()
+    return hashlib.sha256(text + b"\n" + payload).hexdigest()
 
 
 def _last_line(seal: dict[str, Any]) -> bytes:
     return b"\n" + json.dumps(seal).encode() + b"\n"
-
-
-def _check_seal(
-    path: str | Path, kind: str, payload: bytes | None, seal: Any, any_version: bool = False
-) -> None:
-    """Raise a ValueError if the payload does not fit its seal; None stands for an empty file."""
-    found = seal if isinstance(seal, dict) else {}
-    own, version = str(found.get("kind", "")), found.get("version")
-    if payload is None:
-        trouble = "is empty"
-    elif not own.startswith("torch_occ "):
-        trouble = f"is not {kind} that torch_occ has saved, or it is damaged"
-    elif found.get("sha256") != _sha256(found, payload):
-        trouble = "is damaged: its checksum is wrong"
-    elif own != f"torch_occ {kind}":
-        trouble = f"is {own.removeprefix('torch_occ ')}, not {kind}"
-    elif found["format"] != FORMAT or (version != VERSION and not any_version):
-        trouble = f"was saved by torch_occ {version}, and this is {VERSION}"
-    else:
-        return
-    raise ValueError(f"{path}: {trouble}. {_ADVICE}")
 
 
 # -- The state of a run or a tuning in a file: saved from time to time, loaded to continue ---------
@@ -218,7 +168,8 @@ class Kept:
                 f"{self.path}: holds more than numbers, so it was not written by torch_occ, and is "
                 "not read; name another file"
             ) from None
-        other = differences(state.pop("fingerprints", None), self.fingerprints)
+        saved, now = state.pop("fingerprints", {}), self.fingerprints
+        other = [name for name in now | saved if saved.get(name) != now.get(name)]
         if other:
             lacks = f"which does not have the same {', '.join(other)}"
             raise ValueError(
@@ -234,8 +185,11 @@ class Kept:
             OSError: if the file cannot be written.
             ValueError: if `path` holds something else, or the state cannot be read back.
         """
-        if not self.in_file:
-            check_replaceable(self.path)
+        if not self.in_file and self.path.is_file():
+            body, seal = _parted(self.path.read_bytes())
+            if seal.get("sha256") != _sha256(seal, body):
+                found = "a damaged file, or something that torch_occ has not saved"
+                raise ValueError(f"{self.path}: holds {found}. {_ADVICE}")
         payload = self._packed(state)
         try:
             torch.load(io.BytesIO(payload), weights_only=True)
@@ -312,25 +266,17 @@ def markdown(
 def latex(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """The same table as a LaTeX `tabular` with the rules of the package booktabs."""
     columns = "".join("l" if i in left else "r" for i in range(len(header)))
-    first, *others = (" & ".join(map(_escape, row)) + r" \\" for row in [header, *rows])
+    table = [[text.translate(_WRITTEN) for text in row] for row in (header, *rows)]
+    first, *others = (" & ".join(row) + r" \\" for row in table)
     top = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", first, r"\midrule"]
     return "\n".join([*top, *others, r"\bottomrule", r"\end{tabular}"])
 
 
-def _escape(text: str) -> str:
-    for character, written in _WRITTEN.items():
-        text = text.replace(character, written)
-    return text
-
-
-#: The backslash comes first, because the other replacements contain one.
-_WRITTEN = {
-    "\\": r"\textbackslash ",
-    **{character: f"\\{character}" for character in "&%$#_{}"},
-    "~": r"\textasciitilde ",
-    "^": r"\textasciicircum ",
-    "±": r"$\pm$",
-}
+#: How LaTeX writes characters that it reads as commands, and one that it does not know.
+_WRITTEN = str.maketrans(
+    {character: f"\\{character}" for character in "&%$#_{}"}
+    | {"\\": r"\textbackslash ", "~": r"\textasciitilde ", "^": r"\textasciicircum ", "±": r"$\pm$"}
+)
 
 
 def write_csv(path: str | Path, rows: Sequence[dict[str, Any]], first: Sequence[str] = ()) -> None:

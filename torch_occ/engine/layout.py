@@ -21,7 +21,7 @@ from numba import njit, types
 from numba.extending import overload
 from numpy.typing import NDArray
 
-from torch_occ._support.compiling import KernelCompiler, RoutineCompiler, keep
+from torch_occ._support.compiling import KernelCompiler, RoutineCompiler, keep_on_disk
 from torch_occ._support.constants import SQUARE
 from torch_occ._support.private import NO_REFERENCE_COUNTS, AbstractTemplate, infer_global
 from torch_occ.engine.lanes import FEW_LANES, LANES, Shared, lanes_for
@@ -97,7 +97,9 @@ def kernel(function: Function) -> Function:
 
     Products and sums may be fused; no other floating-point optimization is allowed.
     """
-    return keep(njit(fastmath={"contract"}, pipeline_class=KernelCompiler, **_OPTIONS)(function))
+    return keep_on_disk(
+        njit(fastmath={"contract"}, pipeline_class=KernelCompiler, **_OPTIONS)(function)
+    )
 
 
 @overloaded
@@ -119,7 +121,7 @@ def routine(function: Any = None, *, inline: bool = False, any_order: bool = Fal
     if function is None:
         return lambda function: routine(function, inline=inline, any_order=any_order)
     fastmath = {"contract", "reassoc"} if any_order else {"contract"}
-    return keep(njit(fastmath=fastmath, forceinline=inline, **_INNER)(function))
+    return keep_on_disk(njit(fastmath=fastmath, forceinline=inline, **_INNER)(function))
 
 
 def inlined(function: Function) -> Function:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_occ._support.choices import extra, later
 from torch_occ._support.files import markdown, read_checked, write_checked
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.layers import total
+from torch_occ.mdp.layers import running_total
 from torch_occ.mdp.occupancy import optimal_policy
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def comparator(mdp: LayeredMDP, total_mean: Tensor) -> Tensor:
         A tensor `(*batch,)`.
     """
     first = optimal_policy(mdp, total_mean, in_order=True).value[..., : mdp.layer_sizes[0]]
-    return total(mdp.initial * first, -1)
+    return running_total(mdp.initial * first, -1)
 
 
 class SelfBounding(NamedTuple):

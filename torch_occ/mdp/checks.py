@@ -202,7 +202,7 @@ def check_actions(mdp: LayeredMDP) -> None:
         )
 
 
-def check_probabilities(mdp: LayeredMDP) -> None:
+def check_distributions(mdp: LayeredMDP) -> None:
     """Check that every row is a distribution; masked rows are ignored."""
     size = mdp.layer_sizes[0]
     initial = mdp.initial

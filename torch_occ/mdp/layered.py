@@ -99,7 +99,7 @@ class LayeredMDP:
         checks.check_actions(self)
         masks = zip(layers, self.split(self.actions, -2), strict=True)
         self.__dict__.update(layers=tuple(layer.mask(mask) for layer, mask in masks))
-        checks.check_probabilities(self)
+        checks.check_distributions(self)
         for name in _LAYOUT:
             getattr(self, name)
         _ = self._joint, self.reachable
@@ -218,8 +218,6 @@ class LayeredMDP:
         initial: Table | int | None = None,
         *,
         options: Mapping[str, Any] | None = None,
-        verify: int = 10_000,
-        seed: int = 0,
         **more_options: Any,
     ) -> RewardMDP:
         """Unroll a Gymnasium environment that publishes its table (`env.unwrapped.P`).
@@ -228,29 +226,25 @@ class LayeredMDP:
         maps every layered state back to the environment's state, `mdp.loss` holds the losses, and
         `mdp.reward_map` maps losses back to rewards.
 
-        The environment is reset and played, to refuse a wrong table. So pass an environment that is
-        not in use elsewhere.
+        The table is checked for its shape, probabilities and rewards, not by playing.
 
         Args:
             env: an environment or its id.
             initial: a distribution `(S,)` or the index of the start state; by default that of the
                 environment.
-            options: options of `gymnasium.make`, if `env` is an id; for those that have no name
-                here, `is_slippery=False` will do.
-            verify: the number of steps to play in the check; 0 for no check.
-            seed: of the check.
-            more_options: further options of `gymnasium.make`.
+            options: options of `gymnasium.make`, if `env` is an id.
+            more_options: the same by name, such as `is_slippery=False`.
 
         Returns:
             A `RewardMDP`.
 
         Raises:
             ImportError: if Gymnasium, or a package that the environment needs, is not installed.
-            ValueError: if the environment publishes no valid table, or contradicts it.
+            ValueError: if the environment publishes no valid table.
         """
         if more_options:
             options = {**(options or {}), **more_options}
-        return later("mdp.importers").from_gymnasium(env, horizon, initial, options, verify, seed)
+        return later("mdp.importers").from_gymnasium(env, horizon, initial, options)
 
     @classmethod
     def from_graph(

@@ -28,7 +28,7 @@ from torch_occ.mdp.checks import broadcast, check_entries, check_rows
 _MOST = 1 << 20
 
 
-def total(x: Tensor, dim: int) -> Tensor:
+def running_total(x: Tensor, dim: int) -> Tensor:
     """The sum along a dimension, from the first entry to the last, as a running sum."""
     return x.cumsum(dim).select(dim, -1)
 
@@ -43,7 +43,9 @@ class InOrder:
         """P'x: `(*batch, S, A)` -> `(*batch, S')`."""
         if isinstance(self.layer, DenseLayer):
             rows = self.layer.probabilities.flatten(-3, -2)  # (*batch, S * A, S')
-            return self._in_parts(lambda part: total(rows * part.unsqueeze(-1), -2), x.flatten(-2))
+            return self._in_parts(
+                lambda part: running_total(rows * part.unsqueeze(-1), -2), x.flatten(-2)
+            )
         pattern = self.layer.pattern
         return self._scattered(x.flatten(-2), pattern.pair, pattern.next, pattern.shape[1])
 
@@ -51,7 +53,7 @@ class InOrder:
         """P v: `(*batch, S')` -> `(*batch, S, A)`."""
         if isinstance(self.layer, DenseLayer):
             rows = self.layer.probabilities.flatten(-3, -2)
-            found = self._in_parts(lambda part: total(rows * part.unsqueeze(-2), -1), v)
+            found = self._in_parts(lambda part: running_total(rows * part.unsqueeze(-2), -1), v)
         else:
             pattern = self.layer.pattern
             found = self._scattered(v, pattern.next, pattern.pair, pattern.shape[0])

@@ -12,5 +12,6 @@ linearization        first and second derivatives of the FTRL step with respect 
 newton               potential-based shaping: the loss is replaced by its gaps
 solution             what goes into a step and what comes out: budgets, options, solution, errors
 system               the blocks of the Newton system: one state, with its actions eliminated
+utilities            the step with a smooth convex function of a few features of q
 ways                 which way to solve: the engine or torch, in logarithms or not, and the linear
 """

@@ -35,6 +35,7 @@ from torch_occ.step.solution import (
     check_reachable,
     check_transforms,
     check_types,
+    over,
     report,
 )
 from torch_occ.step.ways import is_entropy, pays_off, why_not
@@ -209,6 +210,10 @@ class FTRLStep(Frozen):
             )
         if budgets is not None:
             _check_kind(budgets)
+            if warm_start is not None and self.in_logs:
+                # A q that underflowed is no start for the search; the interior point is.
+                empty = ((warm_start == 0) & self.mdp.actions).any(-1).any(-1)
+                warm_start = torch.where(over(empty, 2), self.interior, warm_start)
             prepared = self._prepare(cumulative_loss, t, warm_start, mdp, None)
             single = mdp is None and not prepared[0].probabilities and not self.mdp.batch_shape
             engine = self._compiled if single and not inside_transform() else None

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from torch_occ._support.fingerprints import fingerprint
+from torch_occ._support.fingerprints import fingerprints
 from torch_occ._support.private import outside_graphs, with_autograd
 from torch_occ.mdp.checks import as_tensor
 from torch_occ.mdp.layered import LayeredMDP
@@ -93,7 +93,7 @@ def _signature(step: FTRLStep) -> str:
     users = [f"{type(part).__module__}.{type(part).__qualname__}" for part, _ in composition.others]
     rows = (composition.terms, [row for _, row in composition.others], users, step.evaluator.names)
     try:
-        return fingerprint(mdp=step.mdp, psi=repr(rows), options=repr(step.options))
+        return fingerprints(step=[step.mdp, repr(rows), repr(step.options)])["step"]
     except RuntimeError:  # made inside a transform of torch.func, whose tensors cannot be read
         return "inside a transform"
 

@@ -95,7 +95,7 @@ from torch_occ.theory import shifted as _shifted  # noqa: F401, it is occ.theory
 #: Where names of version 0.2 are now. They still work here, with a warning, until version 0.4.
 _MOVED = {
     "curvatures": (
-        "Block Curvature M M_inverse N N_diagonal W blocks curvature hybrid_alternative "
+        "Curvature M M_inverse N N_diagonal W curvature hybrid_alternative "
         "both_definitions hessian_by_layers inverse_by_layers quadratic_form_of_hessian tangent"
     ),
     "stability": (
@@ -113,7 +113,11 @@ _MOVED = {
 _GONE = dict.fromkeys(
     ("UnknownCertificate", "UnknownParts", "unknown_parts"),
     "`regret` of the history of occ.simulate has the sum of its parts",
-) | {"joint_visits": "theory.reach has the probability of meeting a later state"}
+) | {
+    "joint_visits": "theory.reach has the probability of meeting a later state",
+    "Block": "theory.curvatures.all_N has N_0, N_1, ... as matrices",
+    "blocks": "theory.curvatures.all_N has N_0, N_1, ... as matrices",
+}
 
 if not _typing.TYPE_CHECKING:  # a type checker would take every name for one that exists
 

@@ -19,30 +19,17 @@ from torch_occ.theory.statements import Parameters, Statement, equality, stateme
 
 
 def gaps(mdp: LayeredMDP, mean: Tensor) -> Tensor:
-    """Delta(s,a) = Q(s,a) - min_{a'} Q(s,a') of the optimal policy for the mean losses.
-
-    `(*batch, S, A)` -> `(*batch, S, A)`.
-
-    Read: the minimum is printed over a' != a. For a suboptimal action that is the same. For the
-    optimal one it would be negative, but the paper asks for a non-negative function.
-    """
+    """Delta(s,a) = Q(s,a) - min_{a'} Q(s,a') of the optimal policy, `(*batch, S, A)`."""
     return optimal_policy(mdp, mean).gaps
 
 
 def minimal_gap(mdp: LayeredMDP, gap: Tensor, mapping: Tensor) -> Tensor:
-    """Delta_min = min over s and a != pi*(s) of Delta(s,a), `(*batch,)`.
-
-    It is zero if the optimal action of a state is not unique, and infinite if no state has a
-    choice.
-    """
+    """Delta_min = min over s and a != pi*(s) of Delta(s,a), `(*batch,)`; inf without choice."""
     return torch.where(mdp.actions & (mapping == 0), gap, torch.inf).amin((-2, -1))
 
 
 def corruption(mdp: LayeredMDP, losses: Tensor, clean: Tensor) -> Tensor:
-    """C = 2 sum_t sum_{k < L} max_{s in S_k, a} |loss_t(s,a) - clean_t(s,a)|.
-
-    Both arguments are `(T, *batch, S, A)`; the result is `(*batch,)`.
-    """
+    """C = 2 sum_t sum_{k < L} max_{s in S_k, a} |loss_t(s,a) - clean_t(s,a)|, `(*batch,)`."""
     difference = torch.where(mdp.actions, (losses - clean).abs(), 0.0)
     worst = torch.stack([layer.amax((-2, -1)) for layer in mdp.split(difference, -2)])
     return 2 * worst.sum(0).sum(0)
@@ -65,8 +52,7 @@ def self_bounding_condition(
 ) -> Statement:
     """`eq:self_bounding_constraint`: sum_t sum_s sum_{a != pi*(s)} q_t(s,a) Delta(s,a) - C <= Reg.
 
-    `occupancies` is sum_t q_t `(*batch, S, A)`, as in
-    `History.cumulative_occupancy`.
+    `occupancies` is sum_t q_t `(*batch, S, A)`, as in `History.cumulative_occupancy`.
     """
     # That function has the regret on the left.
     right, left = self_bounding(regret, occupancies, gap, mapping, corruption)
@@ -145,8 +131,7 @@ def main_general(mdp: LayeredMDP, parameters: Parameters) -> Coefficients:
 def main(mdp: LayeredMDP) -> tuple[float, float]:
     """B = L^(5/2) + L sqrt(A) and D = sqrt(L |S| |A|), the coefficients of `thm:main`, `eq:main`.
 
-    The theorem itself, a bound up to constants and logarithms, is not evaluated. `explicit` has the
-    coefficients with all constants, and `theorem_summand` has one summand of the bound.
+    `explicit` has them with all constants, and `theorem_summand` one summand of the bound.
     """
     L, pairs = mdp.horizon, mdp.num_pairs
     return L**2.5 + L * math.sqrt(mdp.num_actions), math.sqrt(L * pairs)
@@ -157,9 +142,8 @@ def explicit(mdp: LayeredMDP, parameters: Parameters) -> Coefficients:
 
     X = C_1 + 64 e C_4,    Y = 2 C_2,    Z = C_1 sqrt(L |S| |A|) + C_2 + 32 C_3.
 
-    The stability has the factor 8 of `lem:key_lemma_ftrl` times the 8 e or the 4 of
-    `lem:key_lemma_bound_stability`. The penalty has the 2 inside the min of
-    `lem:key_lemma_bound_penalty`.
+    It has the 8 of `lem:key_lemma_ftrl` times the 8 e or the 4 of `lem:key_lemma_bound_stability`,
+    and the 2 inside the min of `lem:key_lemma_bound_penalty`.
     """
     C1, C2, C3, C4 = proof_constants(mdp, parameters)
     Z = C1 * math.sqrt(mdp.horizon * mdp.num_pairs) + C2 + 32 * C3
@@ -173,10 +157,6 @@ def lower_order(mdp: LayeredMDP, parameters: Parameters, episodes: Tensor) -> Te
 
     These are the three parts of `lem:proper_comparator`, the last one times 1/eta_T. With beta = 64
     L the second one is the paper's 64 L |S| |A| log T.
-
-    Read: the paper calls the last part O(1). It grows with |S| |A| / gamma. It is
-    O(L |S| |A| log T) for T >= 2 if alpha and 1/gamma are bounded. `thm:main` and
-    `col:adversarial_bound` hide all three parts under their tilde.
     """
     alpha, beta, gamma = parameters.alpha, parameters.beta, parameters.gamma
     return (
@@ -184,9 +164,6 @@ def lower_order(mdp: LayeredMDP, parameters: Parameters, episodes: Tensor) -> Te
         + beta * mdp.num_pairs * episodes.log()
         + (1 + alpha) * mdp.num_pairs / (gamma * episodes.sqrt())
     )
-
-
-# -- sums over episodes ----------------------------------------------------------------------------
 
 
 class Summands(NamedTuple):
@@ -200,10 +177,7 @@ class Summands(NamedTuple):
 
 
 def summands(q: Tensor, best: Tensor, mapping: Tensor, t: Tensor) -> Summands:
-    """J_1, J_2 and J_3 at episode t `()` or `(*batch,)`, for q_t `(*batch, S, A)` and any mapping.
-
-    q_opt is `best`.
-    """
+    """J_1, J_2 and J_3 at episode t, for q_t `(*batch, S, A)`, q_opt = `best` and any mapping."""
     J2 = outside(q.sqrt(), mapping)
     J3 = (outside(q, mapping) + outside(best, mapping)).sqrt()
     return Summands(t.rsqrt().expand_as(J2), J2 / t.sqrt(), J3 / t.sqrt())
@@ -245,9 +219,6 @@ def worst_case_coefficient(mdp: LayeredMDP, parameters: Parameters) -> Statement
     C1, C2, C3, _ = proof_constants(mdp, parameters)
     left = torch.tensor(C1 * math.sqrt(mdp.horizon * mdp.num_pairs) + C2 + C3, dtype=mdp.dtype)
     return statement("thm:main_general, Z", left, 2 * main_general(mdp, parameters).Z, 8)
-
-
-# -- corollaries -----------------------------------------------------------------------------------
 
 
 def adversarial(mdp: LayeredMDP, episodes: Tensor) -> Tensor:
@@ -299,11 +270,6 @@ def stochastic_bound(
     Reg <= Reg/z + 3C/(2z) + z u + V for every z > 1, and the best z gives
 
         2 sqrt( u (3C/2 + V + u) ) + 2 u + V.
-
-    Read, in the proof: sum_{t<=T} 1/t <= 2 log T is false for T = 1 and 2, so 1 + log T stands
-    here. B^2 <= L^2 (L^3 + |A|) needs a factor 2. A factor z is missing under the root of the
-    second chain. The end, V <= U, needs Delta_min <= 1; here V is added and no such condition is
-    needed.
     """
     X, Y, _ = explicit(mdp, parameters)
     V = lower_order(mdp, parameters, episodes)
@@ -380,8 +346,6 @@ def printed_tuning_order(mdp: LayeredMDP) -> float:
         |S| sqrt|A| L^(3/2) ( sqrt|A| L + L^(3/2) + |A| + |A|^(3/4) sqrt(L) ).
 
     The true minimum is between 2 and 4.6 times it in the tests.
-
-    Read: A^(3/4) is |A|^(3/4).
     """
     L, A = mdp.horizon, mdp.num_actions
     order = math.sqrt(A) * L + L**1.5 + A + A**0.75 * math.sqrt(L)

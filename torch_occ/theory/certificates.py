@@ -32,27 +32,14 @@ if TYPE_CHECKING:
 
 # -- The terms of `lem:key_lemma_ftrl` at the checkpoints of a run --------------------------------
 #
-# A checkpoint at episode t has numbers of two kinds.
+# Numbers at one episode (`..._now`, smoothness, closed-form bounds) are exact. Sums over all
+# episodes so far have exact weights 1/eta_t - 1/eta_{t-1} and 8 eta_t; what depends on q_t is taken
+# to be linear in log t between two checkpoints, and constant before the first.
 #
-# **Exact** numbers need only q_t, the loss estimates so far and the means of the losses so far:
-# phi_H(q_opt) - phi_H(q_t) and its bound, the bounds on the stability at t, tilde q_t / q_t (to six
-# digits), `lower_order`, the closed-form bounds, and q_opt. `stability_now` is the norm of the loss
-# estimate at q_t, averaged over the losses of all episodes since the last checkpoint.
-#
-# **Interpolated** numbers are sums over all episodes so far. Their weights 1/eta_t - 1/eta_{t-1}
-# and 8 eta_t are summed exactly. What depends on q_t is taken to be linear in log t between two
-# checkpoints, and constant before the first. The second moments of the losses are those of the
-# episodes between the two checkpoints. With a checkpoint in every episode the sums are exact.
-#
-# **Two comparators.** The paper's regret is max over policies of an expectation. A name without
-# suffix uses the best policy of each seed for its own losses: the mean over seeds then estimates E
-# max. A name that ends in `_shared` uses one policy for all seeds, the best one for the mean over
-# seeds of the cumulative losses: this estimates max E, the regret of the paper. The two are equal
-# if all seeds have the same means. Against an adaptive adversary they are not, and the bounds are
-# proved for the shared comparator only.
-#
-# The bounds are about expectations, so compare means over seeds. They are proved for beta >= 64 L.
-# For a smaller beta they rest on tilde q <= 2 q, which `smoothness_max` shows at checkpoints only.
+# A name without suffix uses the best policy of each seed for its own losses: the mean over seeds
+# estimates E max. `_shared` uses one policy for all seeds, the best for their mean: max E, the
+# regret of the paper. Against an adaptive adversary the two differ, and the bounds are proved for
+# the shared comparator only. docs/theory.md says how to read them.
 
 
 #: Curves that exist a second time, with the suffix `_shared`.
@@ -187,10 +174,7 @@ def _against(
 
 
 def running_weights(checkpoints: Tensor, rate: Callable[[Tensor], Tensor]) -> Tensor:
-    """W `(C, C)` with sum_{t <= T_i} rate(t) f(t) = sum_j W_ij f(T_j).
-
-    f is linear in log t between the checkpoints T_1 < T_2 < ..., and constant before the first.
-    """
+    """W `(C, C)` with sum_{t <= T_i} rate(t) f(t) = sum_j W_ij f(T_j)."""
     ends = checkpoints.tolist()
     left, right = interval_weights([0, *ends], rate)
     shifted = torch.nn.functional.pad(left[1:], (0, 1)).expand(len(ends), -1)
@@ -220,8 +204,7 @@ def interval_weights(ends: list[int], rate: Callable[[Tensor], Tensor]) -> Tenso
 # -- A callback that evaluates them ----------------------------------------------------------------
 #
 # Between checkpoints the run adds up the means of the losses and their second moments
-# E[loss_i loss_j]. Several checkpoints are evaluated together, at the latest a few seconds later.
-# Nothing is evaluated twice, and a saved run continues with its sums.
+# E[loss_i loss_j]. Several checkpoints are evaluated together. Nothing is evaluated twice.
 
 
 #: Checkpoints are evaluated together: at most this many, and at least every so many seconds.
@@ -258,10 +241,7 @@ class Certificate(Callback):
 
     @property
     def curves(self) -> dict[str, Tensor]:
-        """Every curve by its name, `(N, C)`, and `episodes` `(C,)`.
-
-        It is empty until the first checkpoints are evaluated.
-        """
+        """Every curve by its name, `(N, C)`, and `episodes` `(C,)`, as far as it is evaluated."""
         if not self.known:
             return {}
         episodes = torch.cat([record.episode for record in self.records[: self.evaluated]])

@@ -1,14 +1,12 @@
 """phi_H, phi_L and their second derivatives, with q(s) the inflow of a state (`app:Hessian`).
 
 The paper has two definitions of q(s): sum_a q(s,a), and the inflow of s. They agree on Omega, so
-phi_H is the same function there. Their Hessians agree as quadratic forms on the tangent space of
-Omega, {w : E w = 0}, and nowhere else. Only the inflow contains P and couples neighbouring layers,
-which the recursion in torch_occ.theory.curvatures needs.
+phi_H is the same function there, and their Hessians agree on the tangent space of Omega. Only the
+inflow couples neighbouring layers, which the recursion needs.
 
 The pair (s, a) has number s * A + a, and a matrix is `(*batch, SA, SA)`. Rows and columns of masked
-pairs are zero. A state with one action has q(s) - q(s,a) = 0 on all of Omega: its term of phi_H is
-zero there and its second derivative is infinite, so the Hessian is refused. The inverse of the
-Hessian is finite (torch_occ.theory.curvatures).
+pairs are zero. In a state with one action c is infinite: the Hessian is refused, its inverse is
+finite.
 """
 
 from __future__ import annotations
@@ -57,8 +55,7 @@ def log_barrier(mdp: LayeredMDP, q: Tensor, beta: float) -> Tensor:
 def inflow_rest(mdp: LayeredMDP, q: Tensor) -> Tensor:
     """q(s) - q(s,a) with q(s) the inflow, `(*batch, S, A)`.
 
-    The other actions of the state are added up, and the flow residual of the state is subtracted.
-    On Omega nothing cancels then. A residual within its own rounding error counts as zero.
+    It is the sum of the other actions minus the flow residual, so that nothing cancels on Omega.
     """
     residual, terms = measures.flow_residual(mdp, q), 16 * mdp.num_actions * max(mdp.layer_sizes)
     none = residual.abs() <= terms * torch.finfo(q.dtype).eps * q.sum(-1)
@@ -70,11 +67,7 @@ def curvatures(
 ) -> tuple[Tensor, Tensor]:
     """c = alpha / (4 (q(s) - q(s,a))^(3/2)) and d = 1 / (4 q(s,a)^(3/2)), `(*batch, S, A)` each.
 
-    With eta and beta they are those of psi_t: c / eta and d / eta + beta / q(s,a)^2. Both are zero
-    on masked pairs.
-
-    Raises:
-        ValueError: if a state has one action and alpha > 0; c is infinite there.
+    With eta and beta they are those of psi_t: c / eta and d / eta + beta / q(s,a)^2.
     """
     lonely = (mdp.actions.sum(-1) == 1).nonzero()
     if len(lonely) and alpha > 0:
@@ -99,12 +92,6 @@ def hessian(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
                                           / (4 rest(s'',a'')^(3/2));
     `eq:derivative_3`, on the diagonal:   that sum, plus 1 / (4 q(s,a)^(3/2))
                                           + alpha / (4 rest(s,a)^(3/2)).
-
-    Read: the proof says that entries are non-zero only one layer apart. Entries within a layer
-    are non-zero too, as its own second case says.
-
-    Raises:
-        ValueError: if a state has one action and alpha > 0.
     """
     return _hessian(mdp, *curvatures(mdp, q, alpha))
 
@@ -123,9 +110,6 @@ def quadratic_form(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: float) -> Tenso
     1/4 sum_{s,a} ( w(s,a)^2 / q(s,a)^(3/2) + alpha (h(s) - w(s,a))^2 / (q(s) - q(s,a))^(3/2) ),
 
     where h(s) is the inflow of w. Every summand is non-negative, so phi_H is convex.
-
-    Raises:
-        ValueError: if a state has one action and alpha > 0.
     """
     c, d = curvatures(mdp, q, alpha)
     w = keep("pair", mdp, w, 0.0)
@@ -134,20 +118,15 @@ def quadratic_form(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: float) -> Tenso
 
 
 def hessian_of_step(mdp: LayeredMDP, q: Tensor, parameters: Parameters, t: Tensor) -> Tensor:
-    """The Hessian of psi_t = phi_H / eta_t + phi_L at q, `(*batch, SA, SA)`; t `()` or `(*batch,)`.
-
-    Raises:
-        ValueError: if a state has one action and alpha > 0.
-    """
+    """The Hessian of psi_t = phi_H / eta_t + phi_L at q, `(*batch, SA, SA)`."""
     return _hessian(mdp, *curvatures(mdp, q, parameters.alpha, parameters.eta(t), parameters.beta))
 
 
 def bregman(mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters, t: Tensor) -> Tensor:
     """psi_t(q) - psi_t(p) - ⟨grad psi_t(p), q - p⟩ >= 0, the Bregman divergence; `(*batch,)`.
 
-    q and p are positive and in Omega. If p minimizes <., x> + psi_t over Omega, the divergence is
-    the difference of the values at q and at p, because grad psi_t(p) = E'v - x and E (q - p) = 0.
-    Each summand is written so that no digits cancel when q and p are close:
+    q and p are positive and in Omega. Each summand is written so that no digits cancel when q and
+    p are close:
 
         - sqrt(x):    (sqrt(x) - sqrt(y))^2 / (2 sqrt(y)),
         - log(x):     r - log(1 + r) with r = (x - y) / y.
@@ -177,25 +156,17 @@ def bregman(mdp: LayeredMDP, q: Tensor, p: Tensor, parameters: Parameters, t: Te
 #     N_k = D_k^-1 - D_k^-1 W_k D_k^-1,                                  N_0 = M_0^-1.
 #
 # The Hessian is M_{L-1}, and N_k is the last block of M_k^-1. Only the inverses of c and d are
-# needed, which stay finite where c and d do not. The matrix P_k' N_{k-1} P_k depends on a pair (s,
-# a) only through s. So N_k is a diagonal matrix plus a matrix with one row per state:
+# needed, which stay finite. P_k' N_{k-1} P_k depends on a pair only through its state, so
 #
 #     N_k = (C_k + D_k)^-1 + B_k K_k B_k',   K_k = (G_k^-1 + Sigma_k)^-1,    G_k = T_k' N_{k-1} T_k,
 #
 # with T_k((s,a),s') = P(s'|s,a), B_k((s,a),s) = c / (c + d), and Sigma_k the diagonal matrix over
-# states of sum_a 1 / (c^-1 + d^-1). Only non-negative matrices are added, so nothing cancels, and
-# the cost of a layer depends on its states, not on its pairs. `blocks` goes through the layers in
-# this form. `N`, `W`, `M` and `M_inverse` return the paper's matrices.
-#
-# In a state with one action, c is infinite and c^-1 = 0. Then w(s,a) = inflow of w is a constraint,
-# which every direction inside Omega satisfies. The statements remain true with c^-1 = 0.
+# states of sum_a 1 / (c^-1 + d^-1). Only non-negative matrices are added, so nothing cancels.
+# In a state with one action c^-1 = 0.
 
 
 class Curvature(NamedTuple):
-    """1 / c(s,a) and 1 / d(s,a), `(*batch, S, A)` each.
-
-    On masked pairs 1 / d is zero and 1 / c is not used.
-    """
+    """1 / c(s,a) and 1 / d(s,a), `(*batch, S, A)` each; on masked pairs 1 / d is zero."""
 
     c_inverse: Tensor
     d_inverse: Tensor
@@ -206,11 +177,7 @@ def curvature(
 ) -> Curvature:
     """1 / c and 1 / d of phi_H at q, or of psi_t = phi_H / eta + phi_L if eta and beta are given.
 
-    phi_H has c^-1 = 4 (q(s) - q(s,a))^(3/2) / alpha and d^-1 = 4 q(s,a)^(3/2). psi_t has c / eta in
-    place of c and d / eta + beta / q^2 in place of d, so the same recursion inverts its Hessian.
-
-    Raises:
-        ValueError: if alpha is not positive.
+    phi_H has c^-1 = 4 (q(s) - q(s,a))^(3/2) / alpha and d^-1 = 4 q(s,a)^(3/2).
     """
     if not alpha > 0:
         raise ValueError(
@@ -223,56 +190,26 @@ def curvature(
     return Curvature(4 * eta * rest**1.5 / alpha, keep("pair", mdp, d_inverse, 0.0))
 
 
-# -- one layer after the other ---------------------------------------------------------------------
-
-
-class Block(NamedTuple):
-    """N_k = diag(base) + share * core * share'; the core has one row and column per state."""
-
-    base: Tensor  # (*batch, S_k, A), 1 / (c + d)
-    share: Tensor  # (*batch, S_k, A), c / (c + d)
-    core: Tensor  # (*batch, S_k, S_k), K_k
-
-    def diagonal(self) -> Tensor:
-        """R(s,a) = N_k((s,a),(s,a)), `(*batch, S_k, A)`."""
-        return self.base + self.share.square() * self.core.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-
-    def dense(self) -> Tensor:
-        """N_k, `(*batch, S_k A, S_k A)`."""
-        columns = _spread_states(self.share)
-        return torch.diag_embed(self.base.flatten(-2)) + columns @ self.core @ columns.mT
-
-
-def blocks(mdp: LayeredMDP, curve: Curvature) -> Iterator[Block]:
-    """N_0, N_1, ..., N_{L-1} (`eq:def_N`) in factored form; each needs only the one before."""
-    arriving: Tensor | None = None  # G_k
+def all_N(mdp: LayeredMDP, curve: Curvature) -> Iterator[Tensor]:
+    """N_0, N_1, ..., N_{L-1} (`eq:def_N`), `(*batch, S_k A, S_k A)`; each needs the one before."""
+    before: Tensor | None = None
     for k, here in enumerate(mdp.layer_slices):
-        exists = mdp.actions[here]
-        c_inverse, d_inverse = (part[..., here, :] for part in curve)
+        exists, (c_inverse, d_inverse) = mdp.actions[here], (part[..., here, :] for part in curve)
         both = torch.where(exists, c_inverse + d_inverse, 1.0)
         share = d_inverse / both
-        if arriving is None:
-            core = share.new_zeros(*share.shape[:-1], share.shape[-2])
-        else:
-            core = _core(arriving, torch.where(exists, 1 / both, 0.0).sum(-1))
-        block = Block(share * torch.where(exists, c_inverse, 0.0), share, core)
-        yield block
-        if k + 1 < mdp.horizon:
-            arriving = _through(mdp.transitions[k], block)
-
-
-def _through(kernel: Tensor, block: Block) -> Tensor:
-    """G_{k+1} = T' N_k T, `(*batch, S_{k+1}, S_{k+1})`."""
-    T = kernel.flatten(-3, -2)
-    through = (block.share.unsqueeze(-1) * kernel).sum(-2)  # (*batch, S_k, S_{k+1}), B_k' T
-    return T.mT @ (block.base.flatten(-2).unsqueeze(-1) * T) + through.mT @ block.core @ through
+        found = torch.diag_embed((share * torch.where(exists, c_inverse, 0.0)).flatten(-2))
+        if before is not None:
+            T = mdp.transitions[k - 1].flatten(-3, -2)
+            core = _core(T.mT @ before @ T, torch.where(exists, 1 / both, 0.0).sum(-1))
+            identity = torch.eye(share.shape[-2], dtype=share.dtype, device=share.device)
+            B = (share.unsqueeze(-1) * identity.unsqueeze(-2)).flatten(-3, -2)
+            found = found + B @ core @ B.mT
+        yield found
+        before = found
 
 
 def _core(G: Tensor, sigma: Tensor) -> Tensor:
-    """(G^-1 + diag(sigma))^-1 for a G that may be singular.
-
-    With X = sigma^1/2 G sigma^1/2 it is sigma^-1/2 (I + X)^-1 X sigma^-1/2.
-    """
+    """(G^-1 + diag(sigma))^-1 for a G that may be singular, by X = sigma^1/2 G sigma^1/2."""
     root = sigma.sqrt()
     X = root.unsqueeze(-1) * G * root.unsqueeze(-2)
     identity = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
@@ -281,46 +218,31 @@ def _core(G: Tensor, sigma: Tensor) -> Tensor:
     return (core + core.mT) / 2
 
 
-def _spread_states(share: Tensor) -> Tensor:
-    """`(*batch, S_k, A)` -> `(*batch, S_k A, S_k)`: the entry of (s, a) goes to column s."""
-    identity = torch.eye(share.shape[-2], dtype=share.dtype, device=share.device)
-    return (share.unsqueeze(-1) * identity.unsqueeze(-2)).flatten(-3, -2)
-
-
 def N_diagonal(mdp: LayeredMDP, curve: Curvature) -> Tensor:
     """R(s,a) = N_{k(s)}((s,a),(s,a)) of all layers, `(*batch, S, A)`."""
-    return torch.cat([block.diagonal() for block in blocks(mdp, curve)], -2)
+    return _diagonals(mdp, list(all_N(mdp, curve)))
+
+
+def _diagonals(mdp: LayeredMDP, layers: list[Tensor]) -> Tensor:
+    parts = [layer.diagonal(dim1=-2, dim2=-1) for layer in layers]
+    return torch.cat(parts, -1).unflatten(-1, mdp.actions.shape)
 
 
 def inverse_and_diagonal(mdp: LayeredMDP, curve: Curvature) -> tuple[Tensor, Tensor]:
     """`inverse_hessian` and `N_diagonal`, with one pass through the layers."""
-    found = list(blocks(mdp, curve))
-    return _woodbury(mdp, curve, found), torch.cat([block.diagonal() for block in found], -2)
-
-
-# -- the paper's matrices --------------------------------------------------------------------------
+    found = list(all_N(mdp, curve))
+    return _woodbury(mdp, curve, found), _diagonals(mdp, found)
 
 
 def N(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
-    """N_k = D_k^-1 - D_k^-1 W_k D_k^-1, and N_0 = M_0^-1 (`eq:def_N`); `(*batch, S_k A, S_k A)`.
-
-    Read: the proof of `lem:N_properties` has ( D_k + ( C_k^-1 + P_k' N_{k-1}^-1 P_k )^-1 )^-1 for
-    N_k. N_{k-1}^-1 there is N_{k-1}, the block of M_{k-1}^-1 that P~_k multiplies.
-
-    Raises:
-        ValueError: if k is not a layer.
-    """
-    for j, block in enumerate(blocks(mdp, curve)):
-        if j == k:
-            return block.dense()
-    raise ValueError(f"k: expected a layer from 0 to {mdp.horizon - 1}, got {k}")
+    """N_k = D_k^-1 - D_k^-1 W_k D_k^-1, and N_0 = M_0^-1 (`eq:def_N`); `(*batch, S_k A, S_k A)`."""
+    if not 0 <= k < mdp.horizon:
+        raise ValueError(f"k: expected a layer from 0 to {mdp.horizon - 1}, got {k}")
+    return next(islice(all_N(mdp, curve), k, None))
 
 
 def P(mdp: LayeredMDP, k: int) -> Tensor:
-    """P_k((s,a),(s',a')) = P(s'|s,a) for k >= 1, `(*batch, S_{k-1} A, S_k A)`.
-
-    Columns of masked pairs are zero.
-    """
+    """P_k((s,a),(s',a')) = P(s'|s,a) for k >= 1, `(*batch, S_{k-1} A, S_k A)`."""
     to_states = mdp.transitions[k - 1].flatten(-3, -2).repeat_interleave(mdp.num_actions, -1)
     return to_states * mdp.actions[mdp.layer_slices[k]].flatten()
 
@@ -328,9 +250,7 @@ def P(mdp: LayeredMDP, k: int) -> Tensor:
 def W(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
     """W_k = ( C_k^-1 + D_k^-1 + P~_k' M_{k-1}^-1 P~_k )^-1 of `lem:M_inverse`, for k >= 1.
 
-    Its shape is `(*batch, S_k A, S_k A)`. P~_k has rows for all earlier layers, and only those of
-    layer k - 1 are not zero, so P~_k' M_{k-1}^-1 P~_k = P_k' N_{k-1} P_k. Rows and columns of
-    masked pairs are zero.
+    Only the rows of P~_k for layer k - 1 are not zero: P~_k' M_{k-1}^-1 P~_k = P_k' N_{k-1} P_k.
     """
     return _weight(mdp, curve, k, N(mdp, curve, k - 1))
 
@@ -347,15 +267,7 @@ def _weight(mdp: LayeredMDP, curve: Curvature, k: int, before: Tensor) -> Tensor
 
 
 def M(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
-    """M_k of `lem:def_M`, `eq:def_M`; `(*batch, U_{0:k}, U_{0:k})`.
-
-    It has all second derivatives within layers 0, ..., k, without what layer k + 1 adds.
-
-    Read: I_t in the printed matrix is I_k, and the second definition of P_k is that of P~_k.
-
-    Raises:
-        ValueError: if a pair is masked or if there is one action only; c is not finite then.
-    """
+    """M_k of `lem:def_M`, `eq:def_M`; `(*batch, U_{0:k}, U_{0:k})`."""
     if not bool(mdp.actions.all()) or mdp.num_actions == 1:
         raise ValueError(
             "mdp: M_k is finite only if every state has all of at least two actions; "
@@ -378,20 +290,17 @@ def M(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
 def M_inverse(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
     """M_k^-1 by Woodbury, `lem:M_inverse`, `eq:M_k_inv_decomp`; `(*batch, U_{0:k}, U_{0:k})`.
 
-    The lemma has a second label, `lem:M_k_inverse_decomp`. With M = M_{k-1} and P~, W, D of layer
-    k, it is
+    With M = M_{k-1} and P~, W, D of layer k, it is (`lem:M_k_inverse_decomp`)
 
         ( M^-1 - M^-1 P~ W P~' M^-1 ,  M^-1 P~ W D^-1 ; D^-1 W P~' M^-1 ,  D^-1 - D^-1 W D^-1 ).
-
-    Read: M_{t-1} in the first line is M_{k-1}.
     """
-    return _woodbury(mdp, curve, islice(blocks(mdp, curve), k + 1))
+    return _woodbury(mdp, curve, islice(all_N(mdp, curve), k + 1))
 
 
-def _woodbury(mdp: LayeredMDP, curve: Curvature, layers: Iterable[Block]) -> Tensor:
+def _woodbury(mdp: LayeredMDP, curve: Curvature, layers: Iterable[Tensor]) -> Tensor:
     found = last = torch.empty(0)
-    for j, block in enumerate(layers):
-        before, last = last, block.dense()
+    for j, layer in enumerate(layers):
+        before, last = last, layer
         if j == 0:
             found = last
             continue
@@ -405,10 +314,7 @@ def _woodbury(mdp: LayeredMDP, curve: Curvature, layers: Iterable[Block]) -> Ten
 
 
 def inverse_hessian(mdp: LayeredMDP, curve: Curvature) -> Tensor:
-    """H^-1 = M_{L-1}^-1 (`lem:def_M`, `lem:M_inverse`), `(*batch, SA, SA)`.
-
-    Rows and columns of masked pairs are zero.
-    """
+    """H^-1 = M_{L-1}^-1 (`lem:def_M`, `lem:M_inverse`), `(*batch, SA, SA)`."""
     return M_inverse(mdp, curve, mdp.horizon - 1)
 
 
@@ -441,9 +347,8 @@ def hessian_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> Statement:
 def inverse_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Statement, Statement]:
     """`lem:M_inverse` and `eq:def_N`, each in its worst layer k.
 
-    The first statement: M_k times its Woodbury inverse is the identity, relative to |M_k|. The
-    second one: N_k is D_k^-1 - D_k^-1 W_k D_k^-1. For k = 0, W_0 = (C_0^-1 + D_0^-1)^-1 makes that
-    M_0^-1.
+    M_k times its Woodbury inverse is the identity, relative to |M_k|, and N_k is
+    D_k^-1 - D_k^-1 W_k D_k^-1, with W_0 = (C_0^-1 + D_0^-1)^-1.
     """
     curve = curvature(mdp, q, alpha)
     products, blocks = [], []
@@ -482,10 +387,10 @@ def both_definitions(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: float) -> Sta
 
 
 def tangent(mdp: LayeredMDP, q: Tensor, w: Tensor) -> Tensor:
-    """A direction inside Omega made from any w `(*batch, S, A)`; it has the same shape.
+    """A direction inside Omega made from any w `(*batch, S, A)`.
 
-    In every state the most likely action of q loses what w gives to the other actions. The change
-    of the inflow of later states is passed on with the policy of q.
+    In every state the most likely action of q loses what w gives to the others. The change of the
+    inflow of later states is passed on with the policy of q.
     """
     policy, likeliest = measures.policy_of(mdp, q), q.argmax(-1, keepdim=True)
     others = torch.scatter(w, -1, likeliest, 0.0)

@@ -26,17 +26,11 @@ def outside(x: Tensor, mapping: Tensor) -> Tensor:
 
 
 def convex_combine(mdp: LayeredMDP, u: Tensor, v: Tensor, weight: Tensor | float) -> Statement:
-    """`lem:convex_combine`: weight u + (1 - weight) v is in Omega if u and v are.
-
-    The left side is the largest violation of the flow constraints, the right side is 0.
-    """
+    """`lem:convex_combine`: weight u + (1 - weight) v is in Omega if u and v are."""
     mixed = weight * u + (1 - weight) * v
     violation = flow_residual(mdp, mixed).abs().amax(-1)
     scale = mixed.amax((-2, -1))
     return equality("lem:convex_combine", violation, 0.0, mdp.num_pairs, scale)
-
-
-# -- h_s and the two parts -------------------------------------------------------------------------
 
 
 def state_regularizer(mdp: LayeredMDP, policy: Tensor, alpha: float) -> Tensor:
@@ -81,14 +75,8 @@ def penalty_term_1(
     return statement("lem:penalty_term_1", left, right, mdp.num_pairs, scale)
 
 
-# -- reaching states -------------------------------------------------------------------------------
-
-
 def reach(mdp: LayeredMDP, policy: Tensor) -> Tensor:
-    """p^pi(s'|s,a), `eq:reachability`, `(*batch, S, A, S)`.
-
-    It is the probability of reaching s' after action a in s, if pi is followed from then on.
-    """
+    """p^pi(s'|s,a), `eq:reachability`: reaching s' after a in s, by pi; `(*batch, S, A, S)`."""
     later = state_reachability(mdp, policy)  # (*batch, S, S)
     return (mdp.joint_transitions.flatten(-3, -2) @ later).unflatten(-2, mdp.actions.shape)
 
@@ -98,8 +86,6 @@ def state_reach_probability(mdp: LayeredMDP, policy: Tensor) -> tuple[Statement,
 
     The first statement is `eq:state_reach_prob_bound`. The left sides are those of the worst pair
     (s,a), and in the first statement of the worst layer.
-
-    Read: the second sum is printed over s. It is over s'.
     """
     reached = keep("pair", mdp, reach(mdp, policy).movedim(-1, 0), 0.0).movedim(0, -1)
     # (*batch, S, A, L)
@@ -120,8 +106,6 @@ def induction(mdp: LayeredMDP, policy: Tensor, f: Tensor, g: Tensor) -> tuple[St
 
     f `(*batch, S)` and g `(*batch, S, A)` are non-negative. Both statements have one entry per
     state, `(*batch, S)`.
-
-    Read: f is printed as a function on S x A. It is a function on S.
     """
     flow = flow_of(mdp)
     step = flow.inflow(g) + flow.inflow(f.unsqueeze(-1) * policy)
@@ -133,14 +117,8 @@ def induction(mdp: LayeredMDP, policy: Tensor, f: Tensor, g: Tensor) -> tuple[St
 
 
 def induction_equality(mdp: LayeredMDP, policy: Tensor, g: Tensor) -> Tensor:
-    """The largest f in the condition of `lem:induction_state_reach_prob`, `(*batch, S)`.
-
-    It satisfies the condition with equality.
-    """
+    """The f `(*batch, S)` with equality in the condition of `lem:induction_state_reach_prob`."""
     return LayeredFlow(mdp).forward(policy, flow_of(mdp).inflow(g))
-
-
-# -- differences of square roots -------------------------------------------------------------------
 
 
 def sqrt_diff(mdp: LayeredMDP, policy: Tensor, mapping: Tensor) -> tuple[Statement, Statement]:
@@ -152,8 +130,6 @@ def sqrt_diff(mdp: LayeredMDP, policy: Tensor, mapping: Tensor) -> tuple[Stateme
     The first statement returned is `eq:key_ineq_sqrt_diff`, in every state: the condition of the
     induction lemma for f = (q_1(s) - q_2(s))_+ and g = q_1(s,a) 1{a != pi_2(s)}. The second one is
     the lemma.
-
-    Read: P(s'|s',a) in its proof is P(s|s',a').
     """
     q, other = occupancy(mdp, policy), occupancy(mdp, mapping)
     g = torch.where(mapping > 0, 0.0, q)
@@ -169,8 +145,6 @@ def sqrt_diff_2(mdp: LayeredMDP, mapping: Tensor, other: Tensor) -> tuple[Statem
 
     The first statement returned is the condition of the induction lemma in its proof, with
     g(s,a) = pi_1(a|s) sum_{a' != pi_1(s)} q_2(s,a'). The second one is the lemma.
-
-    Read: the proof asks for the condition "for all s != s_L". It is for all s != s_0.
     """
     q, q_other = occupancy(mdp, mapping), occupancy(mdp, other)
     g = mapping * torch.where(mapping > 0, 0.0, q_other).sum(-1, keepdim=True)
@@ -200,9 +174,6 @@ def _roots(
     )
 
 
-# -- the lemma -------------------------------------------------------------------------------------
-
-
 def penalty_bound(
     mdp: LayeredMDP, q: Tensor, best: Tensor, mapping: Tensor, alpha: float
 ) -> Tensor:
@@ -213,8 +184,6 @@ def penalty_bound(
             min( 1, 2 sqrt( sum_s sum_{a != pi(s)} q(s,a) + q_opt(s,a) ) ).
 
     A is the largest number of actions of a state.
-
-    Read: a != pi(a) is a != pi(s).
     """
     extra = (2 * (outside(q, mapping) + outside(best, mapping)).sqrt()).clamp(max=1)
     size = (1 + alpha * mdp.num_actions) * math.sqrt(mdp.num_states * mdp.horizon)

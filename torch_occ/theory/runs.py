@@ -32,8 +32,6 @@ def tilde(step: FTRLStep, q: Tensor, cumulative_loss: Tensor, t: Tensor | float)
     """tilde q_t = argmin over Omega of G_t(q) = ⟨q, hat L_t⟩ + psi_t(q), `eq:tilde_q_def`.
 
     hat L_t = `cumulative_loss` includes the estimate of episode t. The shape is that of q.
-
-    Read: G_t is printed as ⟨q_t, hat L_t⟩ + psi_t(q). Its minimizer would not depend on the losses.
     """
     with torch.no_grad():
         solution = step.solve(cumulative_loss, t, warm_start=q, check=False)
@@ -49,9 +47,6 @@ def close_hessian(
     The left side is a quarter of the largest eigenvalue of the first matrix in the norm of the
     second, over the pairs that exist, and the right side is 1. q and p are in Omega, and every
     state has at least two actions.
-
-    Raises:
-        ValueError: if a state has one action.
     """
     exists = mdp.actions.flatten()
     identity = torch.eye(len(exists), dtype=q.dtype, device=q.device)
@@ -92,8 +87,6 @@ def step_length(
 
     in the norm of the Hessian of psi_t at q_t. With beta >= 9 this gives `lem:smooth_update`, even
     with 4/3 in place of 2.
-
-    Read: the norms are printed without their squares.
     """
     change = keep("pair", mdp, tilde_q - q, 0.0)
     barrier = parameters.beta * (change / keep("pair", mdp, q, 1.0)).square().sum((-2, -1))
@@ -105,11 +98,9 @@ def step_length(
 
 # -- The regret of a run as penalty, stability and a small rest (`app:appendix_proof_ftrl`) --------
 #
-# All statements but the last one are true for every single run, whatever the losses were. They are
-# evaluated on the q_t and the loss estimates of that run. `Recorder` keeps these, `decompose`
-# solves for all tilde q_t at once and evaluates the terms, and the methods of `Decomposition` are
-# the lemmas. Differences of objective values are computed as Bregman divergences, so that no digits
-# cancel.
+# All statements but the last one are true for every single run. `Recorder` keeps q_t and the loss
+# estimates, `decompose` solves for all tilde q_t at once, and the methods of `Decomposition` are
+# the lemmas. Differences of objective values are Bregman divergences, so that no digits cancel.
 
 
 class Trajectory(NamedTuple):
@@ -120,13 +111,7 @@ class Trajectory(NamedTuple):
 
 
 class Recorder(Callback):
-    """Keeps q_t and the loss estimates of a run of FTRL.
-
-    It needs `checkpoints=range(1, T + 1)`.
-
-    Raises:
-        ValueError: if an episode is skipped, or if the learner does not play `alg:main_alg`.
-    """
+    """Keeps q_t and the loss estimates of a run of `alg:main_alg`, at checkpoints 1, 2, ..., T."""
 
     def __init__(self) -> None:
         self.q: list[Tensor] = []
@@ -166,10 +151,6 @@ def proper_comparator(
 
     `total_loss` is sum_t loss_t `(*batch, S, A)`, the expectation of the sum of the estimates. The
     paper's 64 L is beta.
-
-    Read: in the last proof, the fourth line replaces
-    sum_{s,a} ( sqrt(q_opt(s,a)) + alpha sqrt(q_opt(s) - q_opt(s,a)) ) by (1 + alpha) |S| |A| with
-    "=". It is "<=".
     """
     v = comparator_point(first, best, count)
     alpha, beta, pairs = parameters.alpha, parameters.beta, mdp.num_pairs
@@ -220,9 +201,8 @@ class Decomposition:
     def short_estimate(self) -> Statement:
         """|estimate_t|^2 <= L / beta in every episode, the ingredient of `eq:convex_eq`.
 
-        The norm is that of the inverse Hessian of psi_t at q_t. With beta = 64 L the right-hand
-        side is 1/64, and G_t(q') >= G_t(q_t) - |estimate_t| + 1/8 >= G_t(q_t) at distance 1 from
-        q_t.
+        The norm is that of the inverse Hessian of psi_t at q_t. With beta = 64 L it gives
+        G_t(q') >= G_t(q_t) - |estimate_t| + 1/8 >= G_t(q_t) at distance 1 from q_t.
         """
         right, terms = self.mdp.horizon / self.parameters.beta, self.mdp.num_pairs
         return statement("eq:convex_eq", self.norm_step, right, terms, right * terms)
@@ -246,10 +226,6 @@ class Decomposition:
 
         The second statement is an equality: the difference of the two sides is
         sum_{t < T} ( G_t(q_{t+1}) - G_t(tilde q_t) ) + G_T(u) - G_T(tilde q_T) >= 0.
-
-        Read: the lemma is printed as an equality, but its proof begins with an inequality. In the
-        second line of the proof, q_{T+1} is u; with q_{T+1} itself the third line does not follow.
-        The fourth line has phi_H(q_1) for phi_H(q_1) / eta_1, which is right for gamma = 1 only.
         """
         left, right = self.mixed_penalty.sum(0), self.start + self.penalty.sum(0)
         scale, terms, exact = self.size.sum(0), self.mdp.num_pairs, left + self.lost.sum(0)
@@ -274,8 +250,7 @@ class Decomposition:
         """`lem:key_lemma_ftrl`: Reg_T <= penalty + stability + `lower_order`.
 
         Means over the seeds stand for expectations. `regret` is the pseudo-regret of each seed at T
-        against q_opt = `best`, and q is that of the trajectory. Against an adaptive adversary
-        `best` must be one policy for all seeds.
+        against q_opt = `best`, one policy for all seeds; q is that of the trajectory.
         """
         alpha, mdp = self.parameters.alpha, self.mdp
         step = self.parameters.eta_step(self._episodes())

@@ -20,8 +20,6 @@ from torch_occ.theory.curvatures import Curvature, N, N_diagonal, P, curvature, 
 from torch_occ.theory.penalty import outside, reach
 from torch_occ.theory.statements import Statement, statement
 
-# -- N_k -------------------------------------------------------------------------------------------
-
 
 def H_and_N(mdp: LayeredMDP, curve: Curvature, k: int, w: Tensor) -> Statement:
     """`lem:H_and_N`: (0, w_k, 0)' H^-1 (0, w_k, 0) <= w_k' N_k w_k for w `(*batch, S_k, A)`.
@@ -67,10 +65,7 @@ def N_properties(
 
 
 def _largest_eigenvalue(matrix: Tensor, scale: Tensor) -> Tensor:
-    """The largest eigenvalue of the scaled matrix.
-
-    Rows and columns are divided by the square roots of the diagonal of `scale`.
-    """
+    """The largest eigenvalue, with rows and columns over the roots of the diagonal of `scale`."""
     diagonal = scale.diagonal(dim1=-2, dim2=-1)
     root = torch.where(diagonal > 0, diagonal, torch.inf).rsqrt()
     return torch.linalg.eigvalsh(root.unsqueeze(-1) * matrix * root.unsqueeze(-2))[..., -1]
@@ -84,9 +79,6 @@ def quadratic_form_diagonal(matrix: Tensor, w: Tensor) -> Statement:
     left = torch.einsum("...i,...ij,...j->...", w, matrix, w)
     right = w.sum(-1) * (matrix.diagonal(dim1=-2, dim2=-1) * w).sum(-1)
     return statement("lem:quadratic_form_diagonal", left, right, w.shape[-1] ** 2)
-
-
-# -- the loss estimate -----------------------------------------------------------------------------
 
 
 def reach_over_q(mdp: LayeredMDP, q: Tensor) -> Tensor:
@@ -124,22 +116,13 @@ def norm_of_moments(mdp: LayeredMDP, q: Tensor, inverse: Tensor, moments: Tensor
 
 
 def norm(inverse: Tensor, estimate: Tensor) -> Tensor:
-    """|estimate|^2 in the norm of `inverse`, `(*batch,)`.
-
-    The matrix is `(*batch, SA, SA)`, the estimate `(*batch, S, A)`.
-    """
+    """|estimate|^2 `(*batch,)` in the norm of `inverse` `(*batch, SA, SA)`."""
     x = estimate.flatten(-2)
     return (x * (inverse @ x.unsqueeze(-1)).squeeze(-1)).sum(-1)
 
 
-# -- the two steps ---------------------------------------------------------------------------------
-
-
 def first_step_bound(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
-    """L sum_k sum_{(s,a) in U_k} N_k((s,a),(s,a)) / q(s,a), `(*batch,)`.
-
-    This is the right-hand side of `lem:stability_first_step`.
-    """
+    """L sum_k sum_{U_k} N_k((s,a),(s,a)) / q(s,a), the right of `lem:stability_first_step`."""
     return mdp.horizon * weighed(mdp, q, N_diagonal(mdp, curvature(mdp, q, alpha))).sum((-2, -1))
 
 
@@ -151,12 +134,7 @@ def weighed(mdp: LayeredMDP, q: Tensor, R: Tensor) -> Tensor:
 def stability_first_step(
     mdp: LayeredMDP, q: Tensor, alpha: float, mean: Tensor, second_moment: Tensor
 ) -> Statement:
-    """`lem:stability_first_step`: E |loss_estimate|^2_{H^-1} <= `first_step_bound`.
-
-    Read: the norm is printed without its square, with which the statement is false. For example
-    L = 1, two actions, q = 1/2 each, alpha = 100 and losses of 1 have 0.24 on the left and 0.06 on
-    the right. The proof and the use of the lemma have the square.
-    """
+    """`lem:stability_first_step`: E |loss_estimate|^2_{H^-1} <= `first_step_bound`."""
     inverse = inverse_hessian(mdp, curvature(mdp, q, alpha))
     left = expected_norm(mdp, q, inverse, mean, second_moment)
     # The entries of D^1/2 H^-1 D^1/2 are at most 1; each has its own rounding error.
@@ -166,10 +144,7 @@ def stability_first_step(
 
 
 def second_step_bound(mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float) -> Tensor:
-    """8 e L ( sqrt(L) + 1 / (alpha L) ) sum_s sum_{a != pi(s)} sqrt(q(s,a)), `(*batch,)`.
-
-    This is the right-hand side of `lem:stability_second_step`.
-    """
+    """8 e L ( sqrt(L) + 1 / (alpha L) ) sum_s sum_{a != pi(s)} sqrt(q(s,a)), `(*batch,)`."""
     return 8 * math.e * mdp.horizon * _factor(mdp, alpha) * outside(q.sqrt(), mapping)
 
 
@@ -198,9 +173,6 @@ def layer_recursion(
         sum_{U_k} R / q <= the same over S_k + (1 + 1/L) sum_{U_{k-1}} R / q;
     `eq:R_bound`, as the worst ratio over all pairs against 1, `(*batch,)`:
         R(s,a) <= 4 q(s,a)^(3/2).
-
-    Read: pi(s) in `eq:R0` is pi(s_0), and q is q_t. With several start states the sum is over all
-    of them.
     """
     weights = weighed(mdp, q, N_diagonal(mdp, curvature(mdp, q, alpha)))
     left_out = torch.where(mapping > 0, 0.0, q.sqrt())
@@ -218,24 +190,16 @@ def layer_recursion(
     )
 
 
-# -- the lemma -------------------------------------------------------------------------------------
-
-
 def worst_case_stability(mdp: LayeredMDP) -> float:
-    """4 sqrt(L |S| |A|), the first argument of the min in `lem:key_lemma_bound_stability`.
-
-    |S| |A| counts the pairs that exist.
-    """
+    """4 sqrt(L |S| |A|), the first argument of the min in `lem:key_lemma_bound_stability`."""
     return 4 * math.sqrt(mdp.horizon * mdp.num_pairs)
 
 
 def stability_bound(mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float) -> Tensor:
     """The right-hand side of `lem:key_lemma_bound_stability`, `(*batch,)`:
 
-        min( 4 sqrt(L |S| |A|),
-             8 e L^2 ( sqrt(L) + 1/(alpha L) ) sum_s sum_{a != pi(s)} sqrt(q(s,a)) ).
-
-    Read: a != pi(a) is a != pi(s).
+    min( 4 sqrt(L |S| |A|),
+         8 e L^2 ( sqrt(L) + 1/(alpha L) ) sum_s sum_{a != pi(s)} sqrt(q(s,a)) ).
     """
     return (mdp.horizon * second_step_bound(mdp, q, mapping, alpha)).clamp(
         max=worst_case_stability(mdp)

@@ -1,8 +1,6 @@
 """The statements of the paper on random data.
 
-`survey(mdp, generator)` draws occupancy measures, policies, losses and parameters for each MDP of a
-batch and evaluates the statements. Some of the policies are nearly deterministic. The tests check
-that all statements hold; experiments/theory.py shows how tight each one is.
+The tests check that all statements hold; experiments/theory.py shows how tight each one is.
 """
 
 from __future__ import annotations
@@ -31,23 +29,8 @@ class Data(NamedTuple):
     second_moment: Tensor  # (*batch, S, A)
 
 
-def batch_of_mdps(
-    count: int, horizon: int, width: int, num_actions: int, seed: int, concentration: float = 1.0
-) -> LayeredMDP:
-    """`count` random MDPs of one layout as one batch; the same seed makes the same MDPs."""
-    singles = [
-        LayeredMDP.random(horizon, width, num_actions, seed=seed + i, concentration=concentration)
-        for i in range(count)
-    ]
-    layers = zip(*(mdp.transitions for mdp in singles), strict=True)
-    return LayeredMDP([torch.stack(layer) for layer in layers])
-
-
 def draw_data(mdp: LayeredMDP, generator: torch.Generator) -> Data:
-    """Draw the data of the statements for each MDP of the batch.
-
-    Policies are between uniform and deterministic to ten digits, losses are fixed or Bernoulli.
-    """
+    """Draw data: policies from uniform to deterministic, and losses that are fixed or Bernoulli."""
     shape = (*mdp.batch_shape, mdp.num_states, mdp.num_actions)
     policy = draw_policy(mdp, generator)
     mean = _uniform(shape, generator).to(mdp.dtype) ** 2
@@ -64,11 +47,7 @@ def draw_data(mdp: LayeredMDP, generator: torch.Generator) -> Data:
 
 
 def draw_policy(mdp: LayeredMDP, generator: torch.Generator) -> Tensor:
-    """A random policy, `(*batch, S, A)`.
-
-    It is the softmax of random scores at a random temperature, mixed with the uniform policy. The
-    share of the uniform policy is between 1e-10 and 1.
-    """
+    """A random policy `(*batch, S, A)`, mixed with a share between 1e-10 and 1 of the uniform."""
     shape = (*mdp.batch_shape, mdp.num_states, mdp.num_actions)
     temperature = 10 ** (2 * _uniform((*mdp.batch_shape, 1, 1), generator) - 1)
     scores = torch.where(mdp.actions, _uniform(shape, generator) * 10 / temperature, -torch.inf)
@@ -104,9 +83,6 @@ def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.rand(shape, dtype=torch.float64, generator=generator, device=generator.device)
 
 
-# -- statements ------------------------------------------------------------------------------------
-
-
 def survey(
     mdp: LayeredMDP,
     generator: torch.Generator,
@@ -116,8 +92,8 @@ def survey(
 ) -> Iterator[Statement]:
     """The statements on freshly drawn data, one set for each MDP of the batch.
 
-    Runs have `count` episodes. If no parameters are given, alpha and gamma are drawn between 0.1
-    and 10, and beta is 64 L, as the lemmas ask.
+    Runs have `count` episodes. By default alpha and gamma are drawn between 0.1 and 10, and beta
+    is 64 L, as the lemmas ask.
     """
     if parameters is None:
         alpha, gamma = (10 ** (2 * float(_uniform((), generator)) - 1) for _ in range(2))
@@ -223,10 +199,7 @@ def run_statements(
 def condition_statements(
     mdp: LayeredMDP, data: Data, generator: torch.Generator
 ) -> Iterator[Statement]:
-    """The self-bounding condition, for i.i.d. losses of which an adversary corrupts some.
-
-    The learners play random policies.
-    """
+    """The self-bounding condition, for losses of which an adversary corrupts some."""
     count = 8
     yield bounds.performance_difference(mdp, data.q, data.mean)
     plan = optimal_policy(mdp, data.mean)

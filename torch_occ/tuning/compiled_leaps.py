@@ -112,5 +112,5 @@ def run_leaps(
     )
     # The kernel compares with the best policy of every phase, the regret with the best of all.
     best = comparator(mdp, phases.totals(gaps, stops, phase))
-    counted = (counts[:, LEAPS].long(), counts[:, UNCERTIFIED].long())
-    return stops.long(), regret - best, *counted
+    counts = counts.long()
+    return stops.long(), regret - best, counts[:, LEAPS], counts[:, UNCERTIFIED]

@@ -128,8 +128,7 @@ def _matrix(rows: list[dict[int, float]], columns: int, like: Tensor) -> Tensor:
 
 # -- Loss processes as phases: stretches of episodes with constant means ---------------------------
 #
-# Only losses that are fixed in advance can be forecast. An adversary that reacts to the learner, or
-# a random walk, has to be simulated.
+# An adversary that reacts to the learner, or a random walk, has to be simulated.
 
 #: A forecast takes a fixed number of solves per phase. With more phases, simulation is better.
 MOST_PHASES = 256
@@ -267,13 +266,10 @@ def probe_noise(
 def draw_fluctuations(
     mdp: LayeredMDP, q: Tensor, given: Estimates, probes: int, generator: torch.Generator
 ) -> Tensor:
-    """Gaussian vectors `(probes, K, *batch, S, A)` with the covariance of one loss estimate.
-
-    All elements of `batch` share their random numbers.
-    """
+    """Gaussian vectors `(probes, K, *batch, S, A)` with the covariance of one loss estimate."""
 
     def normal(*shape: int) -> Tensor:
-        shared = (probes, len(q), *(1,) * (q.dim() - 3), *shape)
+        shared = (probes, len(q), *(1,) * (q.dim() - 3), *shape)  # by all elements of the batch
         return torch.randn(shared, dtype=q.dtype, device=q.device, generator=generator)
 
     (mean, noise, baseline), exists = given, mdp.actions

@@ -12,8 +12,7 @@ where b is the baseline of the estimator, zero for importance weights.
 
 Leaps of one episode are the algorithm itself. The only error is that q is constant during a leap,
 and leaps are as long as that allows (`longest_leap` of torch_occ.engine.leaps). Everything changes
-on the scale of t, so the number of leaps grows with log T. This also holds where the learner is
-hardly regularized: there a single visit changes much, but visits are rare.
+on the scale of t, so the number of leaps grows with log T.
 """
 
 from __future__ import annotations

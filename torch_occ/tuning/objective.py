@@ -21,7 +21,6 @@ from torch_occ.tuning.forecast import SMALL_NOISE, Forecast, forecast
 #     value = 1/robustness log mean_e exp(robustness x_e).
 #
 # It is the mean of the x_e for robustness -> 0 and the largest of them for robustness -> infinity.
-# So a regularizer that is tuned for one world cannot fail badly in another.
 
 #: The weight of the squared excess of noise over `trust`.
 DISTRUST = 30.0

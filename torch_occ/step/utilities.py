@@ -1,0 +1,311 @@
+"""The step with a smooth convex function of a few features of q.
+
+q = argmin over q in Omega of ⟨q, L⟩ + F(G q) + psi_t(q),        (G q)_i = ⟨G_i, q⟩
+
+At the solution, F acts on the step as an additional loss G'y with the prices y = F'(G q). So the
+features z = G q solve m equations,
+
+    r(z) = z - G q(F'(z)) = 0,        q(y) = solution of the step for the loss L + G'y,
+
+with the Jacobian J = I + M F''(z), M = G Pi G', where -Pi is the derivative of q with respect to
+the loss (torch_occ.step.linearization). M and F'' are positive semidefinite, so J is invertible,
+and damped Newton steps, which shorten J^-1 r, find z.
+
+**Steep F.** If prices move by more than psi can answer, q jumps between vertices of Omega. Then
+s F is solved for a growing share s, and each solution predicts the next.
+
+**Derivatives.** An outer step from the solution, with J held fixed, has the first derivatives of
+the solution, since r = 0 there. A second one adds the second derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torch_occ.mdp.checks import broadcast
+from torch_occ.step.ftrl import FTRLStep
+from torch_occ.step.linearization import Linearization
+from torch_occ.step.solution import Solution, Status, over, report
+
+#: Outer steps at one share of F, halvings of one step, and shares of F.
+_STEPS, _HALVINGS, _SHARES = 40, 12, 300
+#: Errors from which on the search starts again with a small share of F.
+_LOST = 1e-6
+#: The error of q that counts as solved, in tolerances of the step: a steep F amplifies rounding.
+_SLACK = 25.0
+#: Linear systems take a q of at least this; entropies underflow.
+_TINY = 1e-200
+
+
+class UtilitySolution(NamedTuple):
+    """A solution of `UtilityStep`, and its certificate."""
+
+    q: Tensor  # (*batch, S, A)
+    features: Tensor  # (*batch, m), z = G q
+    prices: Tensor  # (*batch, m), y = F'(z): the step alone has the same q for the loss L + G'y
+    #: (*batch,), the relative change of q in one more outer step, or the step's own residual
+    dual_residual: Tensor
+    steps: Tensor  # (*batch,), outer steps
+    status: Tensor  # (*batch,), a number of `Status`
+
+
+class _FeaturePoint(NamedTuple):
+    """Where the outer iteration stands: features, s F' and s F'' there, the step, and r."""
+
+    z: Tensor  # (*batch, m), NaN outside the domain of F
+    y: Tensor  # (*batch, m)
+    curvature: Tensor  # (*batch, m, m)
+    inner: Solution
+    r: Tensor  # (*batch, m)
+
+    def merge(self, other: _FeaturePoint, where: Tensor) -> _FeaturePoint:
+        """Return `other` at the elements given by `where` `(*batch,)`, this one elsewhere."""
+        z, y, curvature, r = (
+            torch.where(over(where, mine.dim() - where.dim()), theirs, mine)
+            for mine, theirs in (
+                (self.z, other.z),
+                (self.y, other.y),
+                (self.curvature, other.curvature),
+                (self.r, other.r),
+            )
+        )
+        return _FeaturePoint(z, y, curvature, self.inner.merge(other.inner, where), r)
+
+
+class _Linearized(NamedTuple):
+    """The derivatives at a point, and the error of q there."""
+
+    M: Tensor  # (*batch, m, m)
+    J: Tensor  # (*batch, m, m)
+    dz: Tensor  # (*batch, m), the full outer step
+    error: Tensor  # (*batch,)
+
+
+class UtilityStep(nn.Module):
+    """The FTRL step with a convex function of features of q in its objective.
+
+        q_t = argmin over q in Omega of ⟨q, cumulative_loss⟩ + F(G q) + psi_t(q)
+
+    It is differentiable, twice, in what the step is differentiable in, in G, and in the parameters
+    of F. Examples of F: a distance to the features of an expert (apprenticeship), a soft maximum of
+    several objectives, -sum log z_i (fairness), sum z_i log z_i (entropy of visits to regions).
+
+    Args:
+        step: the step without F, without budgets.
+        features: G, `(m, S, A)` or `(*batch, m, S, A)`; values on masked pairs are ignored.
+        utility: F, a function of z `(*batch, m)` that returns `(*batch,)`, each element by itself:
+            convex, with two derivatives, finite at the features of every positive q. An
+            `nn.Module` brings its parameters along.
+
+    Raises:
+        TypeError, ValueError: if an argument is wrong.
+
+    Example:
+        >>> step = FTRLStep(mdp, ConditionalEntropy())
+        >>> plan = UtilityStep(step, features, lambda z: -z.log().sum(-1))
+        >>> q = plan(loss)
+    """
+
+    features: Tensor
+
+    def __init__(
+        self, step: FTRLStep, features: Tensor, utility: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__()
+        if not isinstance(step, FTRLStep):
+            raise TypeError(f"step: expected an FTRLStep, got {type(step).__name__}")
+        if step.constraints is not None:
+            raise ValueError("step: has budgets; make one without, F can put a price on a cost")
+        if not callable(utility):
+            raise TypeError(f"utility: expected a function of z, got {type(utility).__name__}")
+        pairs = tuple(step.interior.shape[-2:])
+        if features.dim() < 3 or tuple(features.shape[-2:]) != pairs:
+            shape = tuple(features.shape)
+            raise ValueError(f"features: expected shape (*batch, m, S, A) = {pairs}, got {shape}")
+        if not bool(torch.isfinite(features[..., step.mdp.actions]).all()):
+            raise ValueError("features: expected finite numbers on all pairs that exist")
+        self.step, self.utility = step, utility
+        self.register_buffer("features", features)
+
+    def forward(self, cumulative_loss: Tensor, t: Tensor | float | None = None) -> Tensor:
+        """Return q, `(*batch, S, A)`; arguments and errors are those of `solve`."""
+        return self.solve(cumulative_loss, t).q
+
+    def solve(
+        self, cumulative_loss: Tensor, t: Tensor | float | None = None, *, check: bool = True
+    ) -> UtilitySolution:
+        """Solve the step with F and certify the solution.
+
+        Args:
+            cumulative_loss: `(*batch, S, A)`.
+            t: the episode, as in `FTRLStep.solve`.
+            check: whether to raise `SolveError` if an element fails.
+
+        Raises:
+            SolveError: if an element could not be certified; NOT_CONVEX if F is not convex there.
+            TypeError, ValueError: if an argument is wrong, or F has a wrong shape.
+        """
+        search = _FeatureSearch(self, cumulative_loss.detach(), t)
+        point, steps = search.newton(search.at(search.first, 1.0), 1.0)
+        lost = ~(search.linearize(point).error <= _LOST)
+        if bool(lost.any()):
+            again, more = search.follow(lost)
+            point, steps = point.merge(again, lost), steps + torch.where(lost, more, 0)
+        linear = search.linearize(point)
+        q, z, y = point.inner.q, point.z, point.y
+        if torch.is_grad_enabled():
+            # Differentiable outer steps. The numbers do not change, but for rounding.
+            J, G = _finite(linear.J), torch.where(self.step.mdp.actions, self.features, 0.0)
+            for last in (False, False, True):
+                y = search.slopes(z)[0]
+                priced = cumulative_loss + (over(y, 2) * G).sum(-3)
+                q = self.step.solve(priced, t, check=False).q
+                found = (G * q.unsqueeze(-3)).sum((-2, -1))
+                z = found if last else z - torch.linalg.solve(J, z - found)
+        error = torch.maximum(linear.error, point.inner.dual_residual)
+        status = point.inner.status
+        failed = (status == Status.CONVERGED) & ~(error <= _SLACK * search.tolerance)
+        status = torch.where(failed, int(Status.STALLED), status)
+        status = torch.where(_is_concave(point), int(Status.NOT_CONVEX), status)
+        solution = UtilitySolution(q, z, y, error, steps, status)
+        report(check, solution, "the step with a utility")
+        return solution
+
+
+class _FeatureSearch:
+    """The search for the features of one call of `UtilityStep`, on plain tensors."""
+
+    def __init__(self, owner: UtilityStep, loss: Tensor, t: Tensor | float | None) -> None:
+        self.step, self.utility, self.G = owner.step, owner.utility, owner.features.detach()
+        self.G = torch.where(self.step.mdp.actions, self.G, 0.0)
+        batch = broadcast(loss.shape[:-2], self.G.shape[:-3], torch.as_tensor(t or 1.0).shape)
+        self.loss, self.t = loss.expand(*batch, *loss.shape[-2:]), t
+        self.tolerance = self.step.options.tolerance_in(loss.dtype)
+        with torch.no_grad():
+            #: The features without F, where the search starts.
+            self.first = self.gather(self.step.solve(self.loss, t, check=False).q)
+        value = self.utility(self.first)
+        if value.shape != batch:
+            raise ValueError(
+                f"utility: expected shape {tuple(batch)} for z of shape "
+                f"{tuple(self.first.shape)}, got {tuple(value.shape)}"
+            )
+        if not bool(torch.isfinite(value).all()):
+            z = self.first[~torch.isfinite(value)][0].tolist()
+            raise ValueError(f"utility: not finite at the features {z} of a policy")
+
+    def gather(self, q: Tensor) -> Tensor:
+        """Return G q, `(*batch, m)`."""
+        return (self.G * q.unsqueeze(-3)).sum((-2, -1))
+
+    def slopes(self, z: Tensor, curved: bool = False) -> tuple[Tensor, Tensor]:
+        """Return F'(z), differentiable, and F''(z) if asked for."""
+        with torch.enable_grad():
+            x = z if z.requires_grad else z.detach().requires_grad_()
+            (y,) = torch.autograd.grad(
+                self.utility(x).sum(), x, create_graph=True, materialize_grads=True
+            )
+            rows = [torch.zeros_like(y)] * y.shape[-1]
+            if curved and y.requires_grad:
+                parts = (y[..., i].sum() for i in range(len(rows)))
+                rows = [
+                    torch.autograd.grad(part, x, retain_graph=True, materialize_grads=True)[0]
+                    for part in parts
+                ]
+        return y, torch.stack(rows, -2).detach()
+
+    @torch.no_grad()
+    def at(self, z: Tensor, share: float) -> _FeaturePoint:
+        """Solve the step for the prices of a share of F at z."""
+        y, curvature = self.slopes(z, curved=True)
+        y, curvature = share * y.detach(), share * curvature
+        inside = torch.isfinite(y).all(-1) & torch.isfinite(curvature).all((-2, -1))
+        y = torch.where(over(inside, 1), y, 0.0)
+        z = torch.where(over(inside, 1), z, torch.nan)
+        priced = self.loss + (over(y, 2) * self.G).sum(-3)
+        inner = self.step.solve(priced, self.t, check=False)
+        return _FeaturePoint(z, y, curvature, inner, z - self.gather(inner.q))
+
+    @torch.no_grad()
+    def linearize(self, point: _FeaturePoint) -> _Linearized:
+        """Return the derivatives at a point; the error is infinite where the step failed."""
+        mdp, q, batch = self.step.mdp, point.inner.q, point.z.shape[:-1]
+        q = torch.where(mdp.actions, q.clamp(min=_TINY), 0.0)
+        t = torch.as_tensor(1.0 if self.t is None else self.t, dtype=q.dtype, device=q.device)
+        rows = self.G.expand(*batch, *self.G.shape[-3:]).movedim(-3, 0)
+        answer = Linearization(self.step, q, t.expand(batch)).apply(rows).movedim(0, -3)
+        M = self.G.flatten(-2) @ answer.flatten(-2).mT
+        J = torch.eye(M.shape[-1], dtype=q.dtype, device=q.device) + M @ point.curvature
+        dz = -torch.linalg.solve(_finite(J), point.r)
+        dy = (point.curvature @ dz.unsqueeze(-1)).squeeze(-1)
+        change = (over(dy, 2) * answer).sum(-3).abs() / torch.where(mdp.actions, q, 1.0)
+        good = point.inner.converged & torch.isfinite(J).all((-2, -1))
+        return _Linearized(M, J, dz, torch.where(good, change.amax((-2, -1)), torch.inf))
+
+    @torch.no_grad()
+    def newton(self, point: _FeaturePoint, share: float) -> tuple[_FeaturePoint, Tensor]:
+        """Iterate at a share of F; return the last point and the outer steps of each element."""
+        steps = torch.zeros(point.z.shape[:-1], dtype=torch.long, device=point.z.device)
+        running = torch.ones_like(steps, dtype=torch.bool)
+        for _ in range(_STEPS):
+            linear = self.linearize(point)
+            running = running & ~(linear.error <= self.tolerance / 4)
+            todo, length = running, torch.ones_like(linear.error)
+            before = linear.dz.norm(dim=-1)
+            for _ in range(_HALVINGS):
+                if not bool(todo.any()):
+                    break
+                z = torch.where(over(todo, 1), point.z + over(length, 1) * linear.dz, point.z)
+                trial = self.at(z, share)
+                after = torch.linalg.solve(_finite(linear.J), trial.r).norm(dim=-1)
+                better = todo & (after <= (1 - length / 4) * before) & trial.inner.converged
+                point = point.merge(trial, better)
+                todo, length = todo & ~better, length / 2
+            steps += running
+            running = running & ~todo  # no shorter step was better: rounding errors, or F is steep
+            if not bool(running.any()):
+                break
+        return point, steps
+
+    def follow(self, only: Tensor) -> tuple[_FeaturePoint, Tensor]:
+        """Solve for a growing share of F, until the elements in `only` have all of it."""
+        start = self.at(self.first, 0.0)
+        answer = self.linearize(start)
+        prices = self.slopes(self.first)[0].detach()
+        move = (answer.M @ prices.unsqueeze(-1)).abs().amax((-2, -1))
+        reach = self.G.abs().amax((-3, -2, -1)) + self.first.abs().amax(-1)
+        share = min(1.0, float((0.1 * reach / move.clamp(min=_TINY))[only].min()))
+        point, total = self.newton(self.at(self.first, share), share)
+        ratio = 10.0
+        for _ in range(_SHARES):
+            if share >= 1.0 or ratio < 1.01:
+                break
+            linear, new = self.linearize(point), min(1.0, share * ratio)
+            # The derivative of z by log s
+            dz = -torch.linalg.solve(_finite(linear.J), (linear.M @ point.y.unsqueeze(-1))[..., 0])
+            log = torch.tensor(new / share, dtype=dz.dtype).log()
+            trial, steps = self.newton(self.at(point.z + log * dz, new), new)
+            total = total + steps
+            if bool((self.linearize(trial).error <= _LOST)[only].all()):
+                point, share, ratio = trial, new, min(2 * ratio, 100.0)
+            else:
+                ratio = ratio**0.5
+        return self.at(point.z, 1.0) if share < 1.0 else point, total
+
+
+def _is_concave(point: _FeaturePoint) -> Tensor:
+    """Return whether F has a negative curvature at a point, beyond rounding errors, `(*batch,)`."""
+    least, most = torch.linalg.eigvalsh(_finite(point.curvature)).aminmax(dim=-1)
+    rounding = point.y.abs().amax(-1) / point.z.abs().amax(-1).clamp(min=_TINY)
+    return least < -1e-9 * most.abs() - 1e-9 * rounding
+
+
+def _finite(matrix: Tensor) -> Tensor:
+    """Return the identity where a matrix is not finite, so that the others can be factored."""
+    fine = torch.isfinite(matrix).all((-2, -1))
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    return torch.where(over(fine, 2), matrix, identity)
