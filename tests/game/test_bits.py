@@ -121,7 +121,7 @@ def test_so_it_has_with_every_learner(learner):
 
 
 @pytest.mark.parametrize("mdp", ["sparse", "one layer"])
-@pytest.mark.parametrize("learner", ["powers", "adaptive rates", "optimistic", "kl-ucb", "euler"])
+@pytest.mark.parametrize("learner", ["powers", "mean hints", "optimistic", "kl-ucb", "euler"])
 def test_so_it_has_in_every_mdp(learner, mdp):
     check_every_batch(learner, "front", MDPS[mdp])
 
@@ -235,7 +235,7 @@ def test_on_the_other_machine_a_product_depends_on_its_batch():
     [
         ("importance weighted", "adaptive", "dense"),
         ("importance weighted", "bernoulli", "sparse"),
-        ("adaptive rates", "adaptive", "dense"),
+        ("mean hints", "adaptive", "dense"),
         ("optimistic", "adaptive", "dense"),
         ("ucbvi", "bernoulli", "dense"),
     ],

@@ -3,9 +3,8 @@
     m(s, a, s')    how often s' followed the pair (s, a);    m(s, a) = sum over s'
 
 A table over transitions is a tuple with one tensor `(*batch, S_k, A, S_{k+1})` per layer, as
-`mdp.transitions`. The last layer leads to the terminal state, so its tensor is
-`(*batch, S_{L-1}, A, 1)`. Learners keep such a table in one flat tensor `(N, M)` with
-M = sum_k S_k A S_{k+1}, layer after layer; `split_transitions` returns its layers.
+`mdp.transitions`; the last S_{k+1} is 1, the terminal state. Learners keep such a table in one flat
+tensor `(N, M)` with M = sum_k S_k A S_{k+1}, layer after layer; `split_transitions` returns layers.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from torch_occ.engine.play import Game
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners import Learner
 from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import policy_of
 
 Table = tuple[Tensor, ...]  # one tensor (*batch, S_k, A, S_{k+1}) per layer
 
@@ -66,10 +66,8 @@ def empirical_transitions(
 
         P(s' | s, a) = (m(s, a, s') + kappa / n) / (m(s, a) + kappa)
 
-    where n is the number of states of the next layer. Without pseudo-counts some states could have
-    probability zero from every pair, and then the occupancy measures would have no interior. One
-    pseudo-count moves P by at most 1 / (m + 1). With kappa = 0, rows that were never seen are
-    uniform.
+    where n is the number of states of the next layer. With kappa > 0, the occupancy measures have
+    an interior. With kappa = 0, rows that were never seen are uniform.
 
     Args:
         mdp: the layout; its probabilities are not used.
@@ -119,30 +117,19 @@ def check_pairs(name: str, mdp: LayeredMDP, table: Tensor) -> None:
 
 
 # -- Confidence widths of the empirical transitions, and the bonuses that follow from them ---------
-#
-#     B(s, a, s') = min{ 1, c1 sqrt(P(s' | s, a) iota / m1) + c2 iota / m2 }
-#
-# with the empirical P, the visits m = m(s, a), and denominators m1, m2 of either m or m - 1. The
-# constants of each source are a row of `SOURCES`. B is 1 for pairs that were never seen. It is 0
-# where the next layer has one state, since that successor is certain: so in the last layer.
 
 
 class Source(NamedTuple):
-    """A row of the table of widths."""
+    """The constants of widths."""
 
     c1: float
     c2: float
-    #: What is subtracted from m in the first and in the second denominator, which is at least 1.
-    fewer: tuple[int, int]
-    #: Whether the root has the variance P (1 - P) in place of P.
-    variance: bool
-    #: Whether the union in iota is over 2 S A S' T, and not over S A T.
-    two_sided: bool
-    #: The probability that some width does not hold, as a multiple of delta; None without proof.
-    failures: float | None
+    fewer: tuple[int, int]  # m1 = m - fewer[0] and m2 = m - fewer[1], at least 1
+    variance: bool  # whether the root has P (1 - P) in place of P
+    two_sided: bool  # whether the union in iota is over 2 S A S' T, and not over S A T
+    failures: float | None  # some width fails with probability failures * delta; None: no proof
 
 
-#: The constants of each source.
 SOURCES = {
     # Jin, Huang and Luo (2021), eq. (8).
     "jin_huang_luo": Source(2.0, 14 / 3, (0, 0), False, False, 4.0),
@@ -158,38 +145,34 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Widths:
-    """Confidence widths with the constants of a source; `Widths.of` computes iota.
+    """Confidence widths of the empirical P with the constants of a source (`Widths.of`).
+
+        B(s, a, s') = min{ 1, c1 sqrt(P(s' | s, a) iota / m1) + c2 iota / m2 }
+
+    with denominators m1, m2 of m(s, a) or m(s, a) - 1. B is 1 for pairs that were never seen, and 0
+    where the next layer has one state, which is certain.
 
     Args:
         source: a row of `SOURCES`, or your own constants.
         iota: one number per layer.
-        episodes: T.
+        episodes: the number for which the widths hold; None if they promise nothing.
     """
 
     source: Source
     iota: tuple[float, ...]
-    #: The number of episodes for which the widths hold; None if they promise nothing.
     episodes: int | None = None
 
     @classmethod
     def of(
         cls, name: str, mdp: LayeredMDP, episodes: int | None = None, delta: float | None = None
     ) -> Widths:
-        """The widths of a source.
+        """The widths of a source, a key of `SOURCES`, for T episodes.
 
         iota is ln(T S A / delta), with the number of existing pairs for S A; for "bernstein"
         ln(2 S A S' T / delta), with S' the states of the next layer; and 1 for "practical".
 
-        Args:
-            name: a key of `SOURCES`.
-            mdp: the layout.
-            episodes: T.
-            delta: in (0, 1); the widths of all pairs and episodes hold with probability
-                1 - failures * delta.
-
         Raises:
-            ValueError: if the name is unknown, or if T or delta is missing or out of range; it says
-                which source needs them.
+            ValueError: if the name is unknown, or T or delta is missing or out of range.
         """
         if name not in SOURCES:
             raise ValueError(f"widths: expected one of {', '.join(SOURCES)}, got {name!r}")
@@ -209,12 +192,7 @@ class Widths:
         return cls(source, iota, episodes)
 
     def __call__(self, mdp: LayeredMDP, transitions: Sequence[Tensor], visits: Tensor) -> Table:
-        """B(s, a, s'), one tensor `(*batch, S_k, A, S_{k+1})` per layer.
-
-        Args:
-            mdp: the layout; its probabilities are not used.
-            transitions: the empirical P, one tensor `(*batch, S_k, A, S_{k+1})` per layer.
-            visits: m(s, a), `(*batch, S, A)`.
+        """B of the empirical `transitions`, shaped as they, and of `visits` `(*batch, S, A)`.
 
         Raises:
             ValueError: if a shape does not fit the layout.
@@ -247,12 +225,9 @@ class Bonus:
 
         bonus(s, a) = scale * range * min{ 1, share * sum_s' B(s, a, s') }
 
-    where range is L, or, with `remaining`, L - 1 - k: the largest loss after layer k. It is zero
-    where B is.
-
-    The defaults are those of Jin, Huang and Luo (2021): L min{1, sum B}. `Bonus.practical()` is
-    smaller. |(P - P') V| is at most (1/2) |P - P'|_1 times the range of V, so share = 1/2 and
-    `remaining` keep the optimism; scale = 1/2 does not.
+    where range is L, or, with `remaining`, L - 1 - k: the largest loss after layer k. The defaults
+    are those of Jin, Huang and Luo (2021). |(P - P') V| is at most (1/2) |P - P'|_1 times the range
+    of V, so share = 1/2 and `remaining` keep the optimism; scale = 1/2 does not.
     """
 
     scale: float = 1.0
@@ -287,16 +262,13 @@ class Bonus:
 
 # -- Upper occupancy bounds (Comp-UOB): the largest probability of a state in a confidence set -----
 #
-# The set has one box per pair: every P' with |P'(s' | s, a) - P(s' | s, a)| <= B(s, a, s') and rows
-# that sum to one. For a target state x,
+# For a target state x, from the last layer to the first,
 #
 #     f(s) = 1{s = x} + sum_a pi(a | s) max{ sum_s' p(s') f(s') : lo <= p <= hi, sum p = 1 },
 #
-# from the last layer to the first, with lo = max(0, P - B) and hi = min(1, P + B). The upper
-# occupancy bound is u(x) = sum_s initial(s) f(s). The maximum is greedy: p = lo, and the remaining
-# mass 1 - sum lo goes to the successors in the order of decreasing f, to each up to hi - lo. The
-# set is a product over pairs, so the maxima are attained by one P' (Jin, Jin, Luo, Sra and Yu,
-# 2020).
+# with lo = max(0, P - B), hi = min(1, P + B), and u(x) = sum_s initial(s) f(s). The maximum is
+# greedy: p = lo, and the mass 1 - sum lo goes to the successors in the order of decreasing f, to
+# each up to hi - lo (Jin, Jin, Luo, Sra and Yu, 2020).
 
 
 class Reach(NamedTuple):
@@ -368,16 +340,13 @@ def upper_occupancy(
 ) -> Tensor:
     """u(s), the largest q(s) of a policy over all transitions in the confidence set.
 
-    For pairs, u(s, a) = pi(a | s) u(s). If all widths are zero, u is the occupancy measure.
+    For pairs, u(s, a) = pi(a | s) u(s).
 
     Args:
         mdp: the layout and the initial distribution; its transitions are not used.
         policy: `(*batch, S, A)`.
         transitions: the centre P of the set, one tensor `(*batch, S_k, A, S_{k+1})` per layer.
         widths: B, one tensor of the same shape per layer.
-
-    Returns:
-        u, `(*batch, S)`.
 
     Raises:
         ValueError: if a shape does not fit the layout.
@@ -410,14 +379,10 @@ def upper_occupancy(
 class CountingLearner(Learner):
     """Base class of learners that do not know the transitions, and count them.
 
-    It keeps only the layout (`mdp.blind()`), counts the transitions of every episode and keeps the
-    empirical transitions of the current epoch. A learner writes `propose_policy`, and calls
-    `record` in its own `observe`. With episode t ends epoch i if
-    m(s_k, a_k) >= max(1, 2 m_i(s_k, a_k)) in some layer k, where m_i are the counts at the
-    beginning of the epoch (Jin, Jin, Luo, Sra and Yu, 2020; Jin, Huang and Luo, 2021). There are at
-    most S A (1 + log2 T) epochs.
-
-    Its state, for N seeds (`split_transitions` returns the layers of a flat table):
+    It keeps only the layout (`mdp.blind()`). A learner writes `propose_policy`, and calls `record`
+    in its own `observe`. With episode t ends epoch i if m(s_k, a_k) >= max(1, 2 m_i(s_k, a_k)) in
+    some layer k, where m_i are the counts at the beginning of the epoch (Jin, Jin, Luo, Sra and Yu,
+    2020). There are at most S A (1 + log2 T) epochs. Its state, for N seeds:
 
     | name | shape | what it is |
     |---|---|---|
@@ -511,26 +476,32 @@ class CountingLearner(Learner):
 
     @torch.no_grad()
     def monitor(self, mdp: LayeredMDP, q: Tensor) -> dict[str, float]:
-        """How far the belief is from the truth; means over seeds.
-
-        The last layer counts in none of them, since its successor is certain.
+        """How far the belief is from the truth; means over seeds, without the last layer.
 
         Returns:
             By name: `epochs`; `l1_error`, the mean over pairs of |P - P_i|_1; `l1_error_played`,
-            the same mean weighted by q.
+            the same mean weighted by q. With widths also `coverage`, the share of seeds for which
+            the confidence set holds the true transitions; `bonus`, its mean over pairs, if there is
+            one; `upper_bound`, the mean over states of the upper occupancy bound u(s), and
+            `occupancy`, that of q(s).
         """
-        found = {"epochs": float(self.state["epochs"].mean())}
-        l1 = torch.cat([error.abs().sum(-1) for error in self._errors(mdp)], -2)  # (N, S, A)
+        state, pairs = self.state, zip(self.transitions(), mdp.to_dense().transitions, strict=True)
+        errors = [(p - P).abs() for p, P in pairs]
+        found = {"epochs": float(state["epochs"].mean())}
+        l1 = torch.cat([error.sum(-1) for error in errors], -2)  # (N, S, A)
         inner = mdp.actions & (mdp.layer < mdp.horizon - 1).unsqueeze(-1)
         if bool(inner.any()):
             found["l1_error"] = float(l1[:, inner].mean())
             found["l1_error_played"] = float((q * l1).sum((-2, -1)).mean()) / (mdp.horizon - 1)
+        if self.widths is not None:
+            outside = join_transitions(errors) > state["widths"] + 1e-12
+            found["coverage"] = float((~outside.any(1)).double().mean())
+            if "bonus" in state:
+                found["bonus"] = float(state["bonus"][:, mdp.actions].mean())
+            policy = policy_of(mdp, q)
+            u = upper_occupancy(self.mdp, policy, self.transitions(), self.confidence())
+            found["upper_bound"], found["occupancy"] = float(u.mean()), float(q.sum(-1).mean())
         return found
-
-    def _errors(self, mdp: LayeredMDP) -> list[Tensor]:
-        """The belief minus the true transitions, layer by layer."""
-        true = mdp.to_dense().transitions
-        return [p - P for p, P in zip(self.transitions(), true, strict=True)]
 
     def _empirical(self, counts: Tensor) -> Tensor:
         layers = split_transitions(self.mdp, counts)
@@ -575,7 +546,6 @@ class Confidence(NamedTuple):
 
     @classmethod
     def of(cls, learner: CountingLearner) -> Confidence:
-        """The settings of a learner."""
         found = learner.widths or Widths.of("practical", learner.mdp)
         own, charged = found.source, learner.bonus or Bonus(scale=0.0)
         return cls(
@@ -600,10 +570,7 @@ def count_transitions(game: Game, n: int, counts: Any, entry: Ints) -> None:
 
 @routine(inline=True)
 def count_episode(game: Game, t: int, learner: Any) -> bool:
-    """Count pairs and transitions, and begin epochs; return whether any seed began one.
-
-    `begun` is 1 if a pair has doubled its visits, else 0.
-    """
+    """Count pairs and transitions, and begin epochs; return whether any seed began one."""
     for n in range(len(game.pairs)):
         visits, before = lane(learner.visits, n), lane(learner.epoch_visits, n)
         begun = lane(learner.begun, n)

@@ -80,8 +80,7 @@ class MultiLayerUCBVI(Learner):
     What is simplified: the paper passes control to slower layers within an episode, so that they
     see states that only fast layers reach; its bonuses are larger; it also covers changed
     transitions. Its guarantee does not carry over. What holds here by the argument above, with
-    probability 1 - delta: no layer with 2^r >= C excludes an optimal action. For L = 1 it resembles
-    the multi-layer race of Lykouris, Mirrokni and Paes Leme (2018).
+    probability 1 - delta: no layer with 2^r >= C excludes an optimal action.
 
     Raises:
         TypeError: if `episodes` is no whole number.
@@ -177,10 +176,7 @@ def add_layers(learner: CompiledLayers) -> None:
 
 @routine(inline=True)
 def take_turn(seed: int, t: int, learner: CompiledLayers) -> None:
-    """Draw the layer of episode t for one seed, and take its data.
-
-    It is r with probability 2^-(r + 1), numbered from 0, and 0 for the rest.
-    """
+    """Draw the layer of episode t for one seed, and take its data; r is numbered from 0."""
     number, layer, share, own = uniform(key_of(episode_key(seed, t), 0), 0), 0, 0.5, learner.own
     while layer < len(learner.possible) and number < share:
         layer += 1

@@ -88,30 +88,20 @@ class Scratch(NamedTuple):
     pairs: Floats  # (3, S * A)
     states: Floats  # (STATE_ROWS, S)
     rows: Floats  # (2, M)
+    squares: Floats  # (3 * widest, widest), matrices of a layer
     onward: Floats  # (S, widest), the transitions of the policy
     scaled: Floats  # (S, widest), Y of every layer
     inverse: Floats  # (S, widest), (I + Y)^-1 of every layer
-    squares: Floats  # (3 * widest, widest), matrices of a layer
 
 
 def make_scratch(start: Ints, entry: Ints) -> Scratch:
     """Allocate scratch memory; `start` `(L + 1,)` has the first state of every layer."""
     num_pairs, num_states, widest = len(entry) - 1, int(start[-1]), int(np.diff(start).max())
-    return Scratch(
-        np.zeros((3, num_pairs)),
-        np.zeros((STATE_ROWS, num_states)),
-        np.zeros((2, int(entry[-1]))),
-        np.zeros((num_states, widest)),
-        np.zeros((num_states, widest)),
-        np.zeros((num_states, widest)),
-        np.zeros((3 * widest, widest)),
-    )
+    shapes = [(3, num_pairs), (STATE_ROWS, num_states), (2, int(entry[-1])), (3 * widest, widest)]
+    return Scratch(*map(np.zeros, shapes + 3 * [(num_states, widest)]))
 
 
-# -- One row of transitions: the distribution closest to a reference between its bounds ------------
-#
-# With z = p̃ exp(least v - v), the minimizer is clip(c z, lower, upper). The bracket of c is
-# narrowed at one breakpoint of the sum after the other.
+# -- One row of transitions: clip(c z, lower, upper) with z = p̃ exp(least v - v) ------------------
 
 
 @routine
@@ -492,10 +482,7 @@ def project(
     max_steps: int,
     scratch: Scratch,
 ) -> tuple[Any, Any, Any, Any]:
-    """Write the projection of the reference into rows FOUND and P of the scratch memory.
-
-    Returns the status, the number of Newton steps, the flow residual and the dual residual.
-    """
+    """Write the projection into rows FOUND and P; return status, steps, flow and dual residual."""
     start_from(model, reference.q, loss, rate, scratch)
     status, steps = maximize(model, reference, tolerance, max_steps, scratch)
     states, pairs, dual = scratch.states, scratch.pairs, 0.0
@@ -534,11 +521,7 @@ def start_from(model: Model, q: Floats, loss: Floats, rate: Any, scratch: Scratc
 def maximize(
     model: Model, reference: Reference, tolerance: float, max_steps: int, scratch: Scratch
 ) -> tuple[Any, Any]:
-    """Maximize D from the guess in TRIAL; return the status and the number of steps.
-
-    The status is STALLED where the steps have become small; the caller certifies the result. Lanes
-    that are done stay where they are.
-    """
+    """Maximize D from the guess in TRIAL; return the status, STALLED at the end, and the steps."""
     states, num_states = scratch.states, model.start[-1]
     dual = solve_rows(model, reference, scratch)
     status, steps, running = constants.MAX_STEPS + 0.0, 0.0, True

@@ -50,7 +50,7 @@ from torch_occ.engine.learners import average, cheapest_pair, count_visit
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.game.simulate import whole
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.rivals.beliefs import PlanningLearner, count_transitions
+from torch_occ.rivals.beliefs import PlanningLearner, count_transitions, entries
 from torch_occ.step.arrays import model_of
 
 UCBVI_HOEFFDING, UCBVI_BERNSTEIN, SHARP_HOEFFDING, EULER_BONUS, STRONG_BONUS = 0, 1, 2, 3, 4
@@ -121,13 +121,8 @@ def plan_with_bounds(
 ) -> None:
     """Backward induction with a bonus, for the learner's choice, bounds and values.
 
-    Args:
-        data: visits, mean, root and counts.
-        more: other data; if `both`, then the tightest bounds of both count.
-        corruption: C of both data.
-        log: the logarithm in the bonus.
-        learner: has the settings bonus, monotone and floor, the earlier `lower` bounds, and
-            `allowed`, which is positive where a pair may be played.
+    If `both`, the tightest bounds of `data` and `more` count; `corruption` is C of each. A pair may
+    be played where `allowed` is positive.
     """
     start, num_actions, layers = model.start, model.num_actions, len(model.start) - 1
     bounds, values, widest = learner.bounds, learner.values, float(layers * layers)
@@ -160,12 +155,8 @@ def estimate(
     model: Model, data: Any, corruption: Any, log: float, k: int, i: int, learner: Any
 ) -> tuple[Any, Any]:
     """Q_lower and Q_upper of a pair of layer k."""
-    layers, first, values, bonus = (
-        len(model.start) - 1,
-        model.start[k + 1],
-        learner.values,
-        learner.bonus,
-    )
+    layers, first = len(model.start) - 1, model.start[k + 1]
+    values, bonus = learner.values, learner.bonus
     size = model.start[k + 2] - first if k + 1 < layers else 0  # 0 if only the terminal state
     n, loss, root, left = data.visits[i], data.mean[i], data.root[i], float(layers - k)
     known, share, rest, entry = n > 0.0, root * root, max(n - 1.0, 1.0), learner.entry[i]
@@ -210,12 +201,7 @@ def estimate(
 
 
 def needed_episodes(algorithm: str, episodes: int | None, why: str) -> int:
-    """The number of episodes that an algorithm needs.
-
-    Raises:
-        TypeError: if it is no whole number.
-        ValueError: if there is none, or if it is not positive.
-    """
+    """The number of episodes that an algorithm needs; raise an error if it is not valid."""
     if episodes is None:
         raise ValueError(f"episodes: {algorithm} needs the number of episodes, {why}")
     return whole(f"episodes of {algorithm}", episodes)
@@ -241,17 +227,10 @@ class Bounds(NamedTuple):
 
 
 class OptimisticLearner(PlanningLearner):
-    """Plays the policy of smallest lower bounds, planned before every episode.
-
-    Lower bounds hold with a probability that depends on `delta`; see the learners.
-
-    Raises:
-        ValueError: if `delta` is not in (0, 1).
-    """
+    """Plays the policy of smallest lower bounds, planned before every episode."""
 
     #: The smallest lower bound, whether lower bounds never fall, and known changes of losses.
     floor, monotone, corruption = 0.0, False, 0.0
-    #: The number of the bonus in torch_occ.rivals.ucbvi.
     bonus: int
 
     def __init__(self, mdp: LayeredMDP, delta: float = 0.1) -> None:
@@ -272,29 +251,24 @@ class OptimisticLearner(PlanningLearner):
 
     def plan(self, t: int) -> Bounds:
         """The lower and upper bounds before episode t, and the policy."""
-        mdp, model, found = self.mdp, model_of(self.mdp), []
+        mdp, model, state = self.mdp, model_of(self.mdp), self.state
         log = self.log(torch.tensor([float(t)], dtype=torch.float64)).numpy()
-        sums = [self.state[name].flatten(1).numpy() for name in ("visits", "losses", "counts")]
-        least = self.state.get("lower", torch.zeros_like(self.state["visits"])).flatten(1).numpy()
-        for n in range(len(least)):
-            scratch = np.zeros((3, least.shape[1]))
-            bounds, values = np.full((2, least.shape[1]), np.inf), np.zeros((3, mdp.num_states))
-            choice = np.zeros(mdp.num_states)
-            fixed = (self.bonus, self.monotone, float(self.floor), float(self.corruption))
+        sums = [state[name].flatten(1).numpy() for name in ("visits", "losses", "counts")]
+        least = state.get("lower", torch.zeros_like(state["visits"])).flatten(1).numpy().copy()
+        fixed = (self.bonus, self.monotone, float(self.floor), float(self.corruption), log)
+        count, pairs = least.shape
+        scratch, bounds = np.zeros((count, 3, pairs)), np.full((count, 2, pairs), np.inf)
+        values, choice = np.zeros((count, 3, mdp.num_states)), np.zeros((count, mdp.num_states))
+        for n in range(count):
+            own, found = [x[n] for x in (*sums, least)], (bounds[n], values[n], choice[n])
             form = CompiledOptimist(  # type: ignore[call-arg]
-                *(x[n] for x in sums),
-                least[n].copy(),
-                *(*fixed, log, super().settings()["entry"], *scratch, bounds, values, choice),
+                *own, *fixed, entries(mdp), *scratch[n], *found
             )
             plan_once(model, form)
-            found.append((choice[:, None] == np.arange(bounds.shape[1]), *bounds, values[LOWER]))
-        chosen, lower, upper, value = (
-            torch.from_numpy(np.stack(x)) for x in zip(*found, strict=True)
-        )
-        pairs = (len(least), mdp.num_states, mdp.num_actions)
-        return Bounds(
-            chosen.any(1).double().view(pairs), lower.view(pairs), upper.view(pairs), value
-        )
+        chosen = (choice[..., None] == np.arange(pairs)).any(1).astype(np.float64)
+        tables = torch.from_numpy(np.stack((chosen, bounds[:, LOWER], bounds[:, UPPER])))
+        policy, lower, upper = tables.view(3, *state["visits"].shape)
+        return Bounds(policy, lower, upper, torch.from_numpy(values[:, LOWER]))
 
 
 class UCBVI(OptimisticLearner):
@@ -306,8 +280,7 @@ class UCBVI(OptimisticLearner):
       bonus exceeds every value until N is about (7 ln(...))^2, so it does not learn in fewer than
       about a million episodes: at T = 10,000 it has more regret than the uniform policy
       (docs/rivals.md). Take `"sharp"` to compare with.
-    - `"bernstein"`, UCBVI-BF as printed, plus a term for unknown losses
-      (torch_occ.rivals.ucbvi).
+    - `"bernstein"`, UCBVI-BF as printed, plus a term for unknown losses.
     - `"sharp"`: (L - k) sqrt(ln(2 S A t^2 / delta) / (2 N)) in layer k, Hoeffding's inequality for
       the loss plus the optimal value of the next state. It is derived here, not printed: it gives
       the same optimism as UCBVI-CH with about a fiftieth of the bonus. For L = 1 and floor = -inf
@@ -380,12 +353,11 @@ class UCBVI(OptimisticLearner):
 class EULER(OptimisticLearner):
     """Optimistic planning with empirical variances (after Zanette and Brunskill, 2019).
 
-    The bonus is in torch_occ.rivals.ucbvi: empirical Bernstein bounds for the losses
-    and for the optimal value of the next state, with the logarithm ln(2 S A t^2 / delta). It has
-    the form of the paper; the constants are derived here from the inequality of Maurer and Pontil
-    (2009), because the printed ones could not be looked up. Four bounds per pair and number of
-    visits must hold, so the lower and upper bounds hold in every episode with probability at least
-    1 - 7 delta.
+    The bonus has empirical Bernstein bounds for the losses and for the optimal value of the next
+    state, with the logarithm ln(2 S A t^2 / delta). It has the form of the paper; the constants are
+    derived here from the inequality of Maurer and Pontil (2009), because the printed ones could not
+    be looked up. Four bounds per pair and number of visits must hold, so the lower and upper bounds
+    hold in every episode with probability at least 1 - 7 delta.
 
     Raises:
         ValueError: if `delta` is not in (0, 1).
@@ -398,11 +370,10 @@ class EULER(OptimisticLearner):
 class StrongEuler(OptimisticLearner):
     """EULER with strong optimism (after Simchowitz and Jamieson, 2019).
 
-    The bonus is in torch_occ.rivals.ucbvi. With it, not only the lower bounds
-    are optimistic: no pair has a positive surplus Q_lower - loss - P V_lower, on which the analysis
-    with gaps rests. Clipping of surpluses belongs to that analysis, not to the algorithm. The
-    constants are derived here as those of `EULER`. With n states in the next layer, the bounds hold
-    in every episode with probability at least 1 - (7 + 3.3 n) delta.
+    With its bonus, not only the lower bounds are optimistic: no pair has a positive surplus
+    Q_lower - loss - P V_lower, on which the analysis with gaps rests. The constants are derived
+    here as those of `EULER`. With n states in the next layer, the bounds hold in every episode with
+    probability at least 1 - (7 + 3.3 n) delta.
 
     Raises:
         ValueError: if `delta` is not in (0, 1).

@@ -2,10 +2,9 @@
 
     q_t = argmin over q in Omega(P_i) of ⟨q, L_t⟩ + psi_t(q),     the policy is q_t(s, a) / q_t(s),
 
-where P_i are the empirical transitions of epoch i. The estimate of a loss divides by q_t, or by an
-upper occupancy bound u_t; a bonus makes it optimistic. Jin, Huang and Luo (2021) prove their bound
-for widths, bonus, upper occupancy bounds and a new start in every epoch (`jin_huang_luo`). The
-plug-in, which is the default, has none of these and no proof.
+where P_i are the empirical transitions of epoch i. Jin, Huang and Luo (2021) prove their bound for
+widths, bonus, upper occupancy bounds and a new start in every epoch (`jin_huang_luo`). The plug-in,
+which is the default, has none of these and no proof.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from torch_occ.engine.lanes import Shared, power, sqrt, where
@@ -38,7 +36,7 @@ from torch_occ.game.estimators import (
 from torch_occ.game.learners import FTRL
 from torch_occ.game.players import solver_settings
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.occupancy import occupancy, policy_of, uniform_policy
+from torch_occ.mdp.occupancy import occupancy, uniform_policy
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import LogBarrier, Shannon, Tsallis
 from torch_occ.regularizers.parameters import Parametrized
@@ -141,17 +139,14 @@ class UnknownFTRL(CountingLearner):
         pseudo_count: float = 1.0,
     ) -> None:
         super().__init__(mdp, pseudo_count)
-        for name, value, kind in (
-            ("regularizer", regularizer, Regularizer),
-            ("estimator", estimator, Estimator | None),
-            ("widths", widths, Widths | None),
-            ("bonus", bonus, Bonus | None),
+        for name, value, kind, example in (
+            ("regularizer", regularizer, Regularizer, "jin_luo(mdp)"),
+            ("estimator", estimator, Estimator | None, "ImportanceWeighted()"),
+            ("widths", widths, Widths | None, 'rivals.Widths.of("practical", mdp)'),
+            ("bonus", bonus, Bonus | None, "rivals.Bonus.practical()"),
         ):
             if not isinstance(value, kind):
-                example = {"regularizer": "jin_luo(mdp)", "estimator": "ImportanceWeighted()"}
-                example |= {"widths": 'rivals.Widths.of("practical", mdp)'}
-                example |= {"bonus": "rivals.Bonus.practical()"}
-                raise TypeError(f"{name}: expected for example occ.{example[name]}, got {value!r}")
+                raise TypeError(f"{name}: expected for example occ.{example}, got {value!r}")
         if widths is None and bonus is not None:
             raise ValueError(
                 "widths: a bonus needs confidence widths, for example "
@@ -213,21 +208,13 @@ class UnknownFTRL(CountingLearner):
                 f"least 2, for its confidence level T^-{2 if full_information else 3}; got "
                 f"{episodes}"
             )
-        L = mdp.horizon
         delta = float(episodes) ** (-2 if full_information else -3)
-        widths = Widths.of("jin_huang_luo", mdp, episodes, delta)
+        psi: Regularizer = Tsallis() / InverseSqrt(1.0) + LogBarrier(128.0 * mdp.horizon**4)
+        options: dict[str, Any] = {"widths": Widths.of("jin_huang_luo", mdp, episodes, delta)}
         if full_information:
-            return cls(
-                mdp,
-                Shannon() / InverseSqrt(1.0),
-                widths=widths,
-                bonus=Bonus(),
-                restart=True,
-                estimator=FullInformation(),
-                adaptive=64.0 * L**4,
-            )
-        psi = Tsallis() / InverseSqrt(1.0) + LogBarrier(128.0 * L**4)
-        return cls(mdp, psi, widths=widths, bonus=Bonus(), restart=True)
+            psi = Shannon() / InverseSqrt(1.0)
+            options |= {"estimator": FullInformation(), "adaptive": 64.0 * mdp.horizon**4}
+        return cls(mdp, psi, bonus=Bonus(), restart=True, **options)
 
     def start(self, num_seeds: int) -> None:
         super().start(num_seeds)
@@ -292,25 +279,6 @@ class UnknownFTRL(CountingLearner):
         """L ln(S A); at least L ln 2, for there may be nothing to choose."""
         return self.mdp.horizon * math.log(max(self.mdp.num_pairs, 2))
 
-    @torch.no_grad()
-    def monitor(self, mdp: LayeredMDP, q: Tensor) -> dict[str, float]:
-        """As for every `CountingLearner`; with widths, also how good the confidence set is.
-
-        Returns:
-            Also `coverage`, the share of seeds for which the confidence set holds the true
-            transitions; `bonus`, its mean over pairs; `upper_bound`, the mean over states of the
-            upper occupancy bound u(s), and `occupancy`, that of q(s).
-        """
-        found = super().monitor(mdp, q)
-        if self.widths is not None:
-            pairs = zip(self._errors(mdp), self.confidence(), strict=True)
-            held = torch.stack([(e.abs() <= B + 1e-12).flatten(1).all(1) for e, B in pairs])
-            found["coverage"] = float(held.all(0).double().mean())
-            found["bonus"] = float(self.state["bonus"][:, mdp.actions].mean())
-            found["upper_bound"] = float(self.bounds(policy_of(mdp, q)).sum(-1).mean())
-            found["occupancy"] = float(q.sum(-1).mean())
-        return found
-
 
 # -- compiled --------------------------------------------------------------------------------------
 
@@ -352,10 +320,7 @@ def believe(learner: CompiledUnknown, work: Work) -> None:
 
 @routine(inline=True)
 def renew(learner: CompiledUnknown, work: Work) -> None:
-    """Start epochs where they begin: the bonus, and a q of the new believed model.
-
-    That is the q of the last policy, or with `restart` of the uniform one.
-    """
+    """Start epochs: the bonus, and q of the last policy, or with `restart` of the uniform one."""
     model, settings, entry = learner.believed, learner.confidence, learner.entry
     new, layers, num_actions = learner.begun[0] > 0.0, len(model.start) - 1, model.num_actions
     for k in range(layers):
