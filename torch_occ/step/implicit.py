@@ -262,7 +262,8 @@ class ImplicitSolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         refuse_batched_derivatives(*cotangents)
-        tensors, outputs = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # torch.utils.checkpoint lets them be read once
+        tensors, outputs = saved[: ctx.count], saved[ctx.count :]
         needed, z_bar = ctx.needs_input_grad[1:], poison(outputs, cotangents[:2])
         found = ctx.equation.pull_back(tensors, outputs, z_bar, any(needed[2:]))
         grads = zip(found, tensors, needed, strict=False)
@@ -272,7 +273,8 @@ class ImplicitSolution(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_batched_derivatives(*tangents)
-        tensors, outputs = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors
+        tensors, outputs = saved[: ctx.count], saved[ctx.count :]
         return *ctx.equation.push(tensors, outputs, tangents), *[None] * (len(outputs) - 2)
 
     @staticmethod
