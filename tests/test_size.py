@@ -157,9 +157,9 @@ def pages():
 
 #: What is counted: how, the limit now, and the limit that the project works towards.
 RULES = {
-    "lines of torch_occ": (lambda: lines_of(FILES), 31_600, 25_000),
-    "lines of code of torch_occ": (code_lines, 18_450, 15_500),
-    "files of torch_occ": (lambda: len(FILES), 106, 100),
+    "lines of torch_occ": (lambda: lines_of(FILES), 29_450, 25_000),
+    "lines of code of torch_occ": (code_lines, 17_350, 15_500),
+    "files of torch_occ": (lambda: len(FILES), 102, 100),
     "folders of torch_occ": (lambda: len({path.parent for path in FILES}), 12, 14),
     "folders that a module stands in": (
         lambda: max(len(path.relative_to(PACKAGE).parts) for path in FILES) - 1,
@@ -174,13 +174,13 @@ RULES = {
     "kernels that Python calls": (lambda: decorated("kernel"), 11, 30),
     "functions with more than 8 parameters": (
         lambda: sum(parameters(node) > 8 for node in functions()),
-        16,
+        13,
         8,
     ),
-    "modules with one importer": (one_importer, 20, 20),
+    "modules with one importer": (one_importer, 18, 20),
     "class names used twice": (lambda: used_twice(ast.ClassDef), 0, 0),
-    "function names used twice": (lambda: used_twice(FUNCTIONS), 21, 10),
-    "lines of tests": (lambda: lines_of(python("tests")), 22_700, 17_000),
+    "function names used twice": (lambda: used_twice(FUNCTIONS), 10, 10),
+    "lines of tests": (lambda: lines_of(python("tests")), 22_100, 17_000),
     "lines of experiments": (lambda: lines_of(python("experiments")), 8_000, 8_000),
     "files of experiments": (lambda: len(python("experiments")), 28, 30),
     "words of docs": (
