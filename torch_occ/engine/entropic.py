@@ -83,15 +83,23 @@ FOUND = OTHERS  # of states: log u from the forward pass
 
 
 @routine(inline=True)
-def look_ahead(model: Model, weight: Any, price: Any, work: Work) -> None:
-    """Soft value iteration: writes V, log pi, and pi into the row PAIR."""
+def look_ahead(
+    model: Model, terms: Terms, weights: Floats, weight: Any, price: Any, work: Work
+) -> None:
+    """Soft value iteration: writes V, log pi, and pi into the row PAIR.
+
+    `weight` is w, unless it depends on the state.
+    """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
-    exists, inverse = model.exists, 1.0 / weight
+    exists, inverse, wide = model.exists, 1.0 / weight, len(weights) > len(terms.argument)
     for k in range(len(start) - 2, -1, -1):
         behind = start[k + 1]
         after = start[k + 2] - behind if k + 2 < len(start) else 0
         for s in span(start[k], behind):
             first, stop, least, total = s * num_actions, (s + 1) * num_actions, np.inf, 0.0
+            if wide:
+                weight = weight_at(terms, weights, first)
+                inverse = 1.0 / weight
             for i in span(first, stop):
                 if exists[PAIR, i]:
                     cost = pairs[GAPS, i] + ahead(model.next_state, i, states, V, behind, after)
@@ -107,6 +115,16 @@ def look_ahead(model: Model, weight: Any, price: Any, work: Work) -> None:
                 pairs[LOG_POLICY, i] -= shift
                 pairs[PAIR, i] *= share
             states[V, s] = price * (1.0 + states[GUESS, s]) + least - weight * shift
+
+
+@routine(inline=True)
+def weight_at(terms: Terms, weights: Floats, pair: int) -> Any:
+    """w at a pair, if there are weights for every pair."""
+    size, total = len(weights) // len(terms.argument), 0.0
+    for k in range(len(terms.argument)):
+        if terms.argument[k] == PAIR:
+            total += weights[k * size + pair]
+    return total
 
 
 @routine(inline=True)
@@ -255,17 +273,15 @@ def unit(log_u: Any) -> Any:
 
 @routine(inline=True)
 def certify_logs(
-    model: Model,
-    weight: Any,
-    price: Any,
-    fine: Any,
-    work: Work,
+    model: Model, terms: Terms, weights: Floats, weight: Any, price: Any, fine: Any, work: Work
 ) -> tuple[Any, Any]:
     """The dual and the flow residual, as in torch_occ.step.entropic; `fine` as in `certify`."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
-    dual, flow, rounding = 0.0, 0.0, 0.0
+    dual, flow, rounding, wide = 0.0, 0.0, 0.0, len(weights) > len(terms.argument)
     for s in range(states.shape[1]):
         log_u, total = states[FOUND, s], 0.0
+        if wide:
+            weight = weight_at(terms, weights, s * num_actions)
         error = where(price > 0.0, abs(log_u - states[GUESS, s]) / unit(log_u), 0.0)
         dual = max(dual, price / weight * error) + (error - error)
         for i in span(s * num_actions, (s + 1) * num_actions):
@@ -314,7 +330,7 @@ def _settle_or_descend(
     """Minimize from q where `running`; psi is an entropy in all these lanes, or in none."""
     weight, price = entropy_of(terms, weights)
     if anywhere(running & (weight > 0.0)):
-        return settle(model, weight, price, loss, tolerance, max_steps, source, running, work)
+        return settle(model, terms, weights, loss, tolerance, max_steps, source, running, work)
     return descend(model, terms, weights, loss, tolerance, max_steps, source, running, work)
 
 
@@ -373,7 +389,13 @@ def select(condition: Any, x: Any, y: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 @routine(inline=True)
 def _entropy_of(terms: Terms, weights: Floats) -> tuple[Any, Any]:
-    """(w, kappa) as in torch_occ.step.entropic; (0, 0) if psi is not an entropy of that form."""
+    """(w, kappa) as in torch_occ.step.entropic; (0, 0) if psi is not an entropy of that form.
+
+    If w depends on the state, kappa must be 0, and w is the smallest.
+    """
+    if len(weights) > len(terms.argument):
+        least = least_of(terms, weights)
+        return least, 0.0 * least
     weight, price, others = 0.0, 0.0, varies(terms, weights)
     for i in range(len(terms.argument)):
         others = others or terms.function[i] != X_LOG_X
@@ -384,6 +406,22 @@ def _entropy_of(terms: Terms, weights: Floats) -> tuple[Any, Any]:
         price += weights[i]
     good = (price >= 0.0) & (price <= weight) & (weight < np.inf) & (not others)
     return where(good, weight, 0.0), where(good, price, 0.0)
+
+
+@routine
+def least_of(terms: Terms, weights: Floats) -> Any:
+    """The smallest w, if psi is an entropy with kappa = 0 at every pair; else 0."""
+    count = len(terms.argument)
+    size, least, others = len(weights) // count, np.inf, False
+    for k in range(count):
+        others = others or terms.function[k] != X_LOG_X
+        others = others or (terms.argument[k] != PAIR and terms.argument[k] != STATE)
+    for i in range(size):
+        price = 0.0
+        for k in range(count):
+            price += weights[k * size + i]
+        least = where(price == 0.0, min(least, weight_at(terms, weights, i)), 0.0)
+    return where((least > 0.0) & (least < np.inf) & (not others), least, 0.0)
 
 
 @routine(inline=True)
@@ -397,8 +435,8 @@ entropy_of = choose(in_logs, _entropy_of, _no_entropy)
 @routine
 def settle(
     model: Model,
-    weight: Any,
-    price: Any,
+    terms: Terms,
+    weights: Floats,
     loss: Floats,
     tolerance: float,
     max_steps: int,
@@ -408,6 +446,7 @@ def settle(
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Solve log u(guess) = guess by Newton's method; returns the same as `descend`."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
+    weight, price = entropy_of(terms, weights)
     stale, status, steps, patience = work.notes[ERROR], MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
     best, decrement, first = np.inf, 0.0, True
     solved = running
@@ -427,7 +466,7 @@ def settle(
     status, steps = where(closed, STALLED, status), where(closed, 1.0, steps)
     running = running & (not closed) & (steps < max_steps)
     while True:
-        look_ahead(model, weight, price, work)
+        look_ahead(model, terms, weights, weight, price, work)
         alive = look_back(model, work)
         if len(work.jacobian) == 0:
             status = where(running & (not alive), UNDERFLOW, status)
@@ -488,7 +527,7 @@ def settle(
     work.notes[ERROR] = where(solved, stale, work.notes[ERROR])
     work.notes[GUESSED] = where(solved, 1.0, work.notes[GUESSED])
     work.notes[ROOTED] = where(solved, 0.0, work.notes[ROOTED])
-    dual, flow = certify_logs(model, weight, price, fine, work)
+    dual, flow = certify_logs(model, terms, weights, weight, price, fine, work)
     good = (status == STALLED) & (dual <= tolerance) & (flow <= tolerance)
     for s in range(states.shape[1]):
         states[V, s] += states[PLAN, s]

@@ -64,19 +64,30 @@ from torch_occ.step.solution import Options, Solution, Status
 
 
 class Entropy(NamedTuple):
-    """The weights w and kappa, of shape `()` or `(*batch,)`."""
+    """The weights w and kappa, of shape `()` or `(*batch,)`.
+
+    If kappa = 0 for all parameters, w may have one value per state, `(*batch, S)`.
+    """
 
     weight: Tensor  # w
     price: Tensor  # kappa
+
+    @property
+    def rates(self) -> Tensor:
+        """w as `(*batch, 1 or S)`."""
+        return self.weight if self.weight.dim() > self.price.dim() else self.weight.unsqueeze(-1)
 
 
 def entropy_of(composition: Composition, values: Sequence[Tensor]) -> Entropy:
     """Return w and kappa of psi at values of t and its parameters."""
     t, found = values[0], composition.weigh(values).terms
-    weights = [fit(torch.as_tensor(x, dtype=t.dtype, device=t.device), 0) for x in found]
+    dims = 1 if composition.regularizer.places() else 0
+    weights = [torch.as_tensor(x, dtype=t.dtype, device=t.device) for x in found]
+    weights = [fit(x if x.dim() or not dims else x[None, None], dims) for x in weights]
     terms = zip(weights, composition.terms, strict=True)
     pairs = [weight for weight, term in terms if term.argument == "pair"]
-    return Entropy(sum(pairs[1:], pairs[0]), sum(weights[1:], weights[0]))
+    weight = sum(pairs[1:], pairs[0])
+    return Entropy(weight, weight[..., 0] * 0 if dims else sum(weights[1:], weights[0]))
 
 
 # -- kappa = 0: a closed form ----------------------------------------------------------------------
@@ -95,12 +106,12 @@ def conserves(mdp: LayeredMDP) -> bool:
 
 
 def plan_softly(
-    mdp: LayeredMDP, loss: Tensor, weight: Tensor, tolerance: float, centred: bool
+    mdp: LayeredMDP, loss: Tensor, entropy: Entropy, tolerance: float, centred: bool
 ) -> Solution:
     """Solve the step with kappa = 0 by soft value iteration, in differentiable operations.
 
-    Every layer takes a product and a logsumexp: y = log sum_a exp(P y - loss / w) with y = -v / w.
-    The dual residual is the rounding error of y.
+    Every layer takes a product and a logsumexp: y = log sum_a exp(P y - loss / w) with y = -v / w,
+    or P(w y) / w in place of P y. The dual residual is the rounding error of y.
 
     Args:
         centred: whether to subtract the first y of each layer from the others, so that sums along
@@ -108,15 +119,21 @@ def plan_softly(
             in P, which may leave that set, would be wrong.
     """
     # Losses of masked pairs may be anything; they must not reach the derivative in w.
-    scores = keep("pair", mdp, loss, 0.0) / -weight[..., None, None]
+    weight = entropy.rates
+    rates = mdp.split(weight, -1) if weight.shape[-1] > 1 else None  # one per state
+    scores = keep("pair", mdp, loss, 0.0) / -weight[..., None]
     scores = keep("pair", mdp, scores, -torch.inf)
     totals: list[Tensor] = []  # from the last layer to the first
     policies: list[Tensor] = []
     y: Tensor | None = None
-    for layer, score in zip(reversed(mdp.layers), reversed(mdp.split(scores, -2)), strict=True):
-        score = score if y is None else score + layer.ahead(y)
+    for k in reversed(range(mdp.horizon)):
+        score = mdp.split(scores, -2)[k]
+        if y is not None:
+            ahead = mdp.layers[k].ahead(y)
+            score = score + (ahead if rates is None else ahead / rates[k].unsqueeze(-1))
         y = score.logsumexp(-1)
         policies.append((score - y.unsqueeze(-1)).exp())  # faster than torch's softmax
+        y = y if rates is None else rates[k] * y
         totals.append(y)
         y = y - y.detach()[..., :1] if centred else y
     visits, flows = [mdp.initial], []
@@ -125,7 +142,8 @@ def plan_softly(
         visits.append(layer.arrive(flows[-1]))
     flows.append(visits[-1].unsqueeze(-1) * policies[0])
     q, y = join(flows, 2), join(totals[::-1], 1)
-    rounding = torch.finfo(y.dtype).eps * y.detach().abs().amax(-1)
+    exact = y.detach() if rates is None else (y / weight).detach()
+    rounding = torch.finfo(y.dtype).eps * exact.abs().amax(-1)
     if centred:
         firsts = join([total.detach()[..., :1] for total in totals], 1)
         y = y + (firsts.cumsum(-1) - firsts).flip(-1).index_select(-1, mdp.layer)
@@ -134,7 +152,7 @@ def plan_softly(
     one = torch.ones_like(flow)
     status = torch.where(good, Status.CONVERGED, Status.STALLED).to(one)
     certificate = torch.stack((status, one, 0 * one, flow, rounding), -1)
-    return Solution(q, -weight.unsqueeze(-1) * y, certificate)
+    return Solution(q, -y if rates is not None else -weight * y, certificate)
 
 
 def _flow_error(q: Tensor, u: Tensor) -> Tensor:
@@ -332,7 +350,7 @@ def _iterate(
         off = torch.where(large.unsqueeze(-1), error, off)
     share = entropy.price / entropy.weight
     dual = share * (off.abs() / error_unit(found.log_state)).amax(-1)
-    dual = torch.maximum(dual, rounding_error(shaped, q, entropy.weight))
+    dual = torch.maximum(dual, rounding_error(shaped, q, entropy.rates))
     flow = _flow_error(q, flow_of(mdp).inflow(q) + flow_source(mdp))
     tolerance = options.tolerance_in(loss.dtype)
     certified = (dual <= tolerance) & (flow <= tolerance) & q.isfinite().all(-1).all(-1)
@@ -343,14 +361,17 @@ def _iterate(
 
 
 def rounding_error(shaped: Shaped, q: Tensor, weight: Tensor) -> Tensor:
-    """Return the relative error of q from rounding in the shaped loss, `(*batch,)`."""
+    """Return the relative error of q from rounding in the shaped loss, `(*batch,)`.
+
+    The weight is that of `Entropy.rates`.
+    """
     # A constant added to all actions of a state does not change its policy.
     state = q.sum(-1, keepdim=True)
     others, smallest = 1 - q / state, torch.finfo(q.dtype).tiny / torch.finfo(q.dtype).eps
     # Rounding may hide that a gap is small, and q positive.
-    close = shaped.gaps - shaped.rounding < OPEN * weight[..., None, None]
+    close = shaped.gaps - shaped.rounding < OPEN * weight[..., None]
     visible = (q > smallest) | (close & (state > smallest))
-    return torch.where(visible, shaped.rounding * others, 0.0).amax((-2, -1)) / weight
+    return (torch.where(visible, shaped.rounding * others, 0.0).amax(-1) / weight).amax(-1)
 
 
 @dataclass(frozen=True)
@@ -373,17 +394,18 @@ class Settled(torch.autograd.Function):
         loss, start, weight, price, t, *probabilities = tensors
         mdp = task.mdp.with_probabilities(*probabilities) if probabilities else task.mdp
         task.check(mdp, loss, start, Entropy(weight, price), t)
-        batches = (loss.shape[:-2], start.shape[:-2], weight.shape, price.shape, mdp.batch_shape)
-        batch = broadcast(*batches)
-        entropy = Entropy(weight.expand(batch), price.expand(batch))
+        batches = (loss.shape[:-2], start.shape[:-2], price.shape, mdp.batch_shape)
+        wide = weight.shape[price.dim() :]
+        batch = broadcast(*batches, weight.shape[: price.dim()])
+        entropy = Entropy(weight.expand(*batch, *wide), price.expand(batch))
         shaped = shape_finely(mdp, loss.expand(*batch, *loss.shape[-2:]))
         smallest = torch.finfo(loss.dtype).tiny
         guess = start.sum(-1).clamp(min=smallest).log().expand_as(shaped.value)
         if task.closed:
             tolerance = task.options.tolerance_in(loss.dtype)
-            solution = plan_softly(mdp, shaped.gaps, entropy.weight, tolerance, False)
+            solution = plan_softly(mdp, shaped.gaps, entropy, tolerance, False)
             certificate = solution.certificate
-            dual = certificate[..., 4] + rounding_error(shaped, solution.q, entropy.weight)
+            dual = certificate[..., 4] + rounding_error(shaped, solution.q, entropy.rates)
             good = (certificate[..., 3] <= tolerance) & (dual <= tolerance)
             certificate[..., 0], certificate[..., 4] = torch.where(good, 0.0, 2.0), dual
         else:
@@ -469,7 +491,7 @@ def solve_entropic(
     if task.closed and not inside_transform():
         task.check(mdp, loss.detach(), start, entropy, t.detach())
         centred = not task.probabilities and conserves(mdp)
-        solution = plan_softly(mdp, loss, entropy.weight, tolerance, centred)
+        solution = plan_softly(mdp, loss, entropy, tolerance, centred)
         # Beyond this rounding error, the loss is shaped.
         coarse = min(tolerance / 4, max(tolerance / 200, 50 * torch.finfo(loss.dtype).eps))
         if bool((solution.converged & (solution.dual_residual <= coarse)).all()):
@@ -483,7 +505,7 @@ def solve_entropic(
     moving = loss + flow_of(mdp).lookahead(shift)
     shaped = torch.where(mdp.actions, gaps + (moving - moving.detach()), 0.0)
     if task.closed:
-        q, value, _ = plan_softly(mdp, shaped, entropy.weight, tolerance, False)[:3]
+        q, value, _ = plan_softly(mdp, shaped, entropy, tolerance, False)[:3]
     else:
         centred = not (task.probabilities or inside_transform()) and conserves(mdp)
         at = unfold(mdp, shaped, entropy, guess, centred)

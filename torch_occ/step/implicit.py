@@ -358,7 +358,8 @@ def solve_setting(
         return Solution(*ImplicitSolution.apply(Stationarity(setting, options, check), *tensors))
     values = [spread_batch(setting.t), *setting.parameters]
     given = entropy_of(setting.evaluator.composition, values)
-    entropy = Entropy(*(with_rank(x, rank, 0) for x in given))
+    wide = given.weight.dim() - given.price.dim()
+    entropy = Entropy(with_rank(given.weight, rank, wide), with_rank(given.price, rank, 0))
     mdp = setting.bind(tensors[2:]).mdp
 
     def validate(
