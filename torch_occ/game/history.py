@@ -7,7 +7,7 @@ import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -142,35 +142,14 @@ def self_bounding(
 _POWERS_OF_TEN = {10**k for k in range(13)}
 
 
-@dataclass(repr=False)
-class History:
-    """Curves over C checkpoints for N seeds.
+class Curves:
+    """What histories have in common: curves with a value for each seed and checkpoint.
 
-    The pseudo-regret compares expected losses, sum_{tau<=t} ⟨q_tau - q_opt, mean_tau⟩, where q_opt
-    is the best fixed policy for the first t episodes. The realised regret has the losses that were
-    suffered in place of ⟨q_tau, mean_tau⟩.
-
-    q_opt is the best policy for each seed. Against an adaptive adversary the mean over seeds is
-    therefore E max, while the paper has max E; `theory.Certificate` has both.
+    A subclass is a dataclass with `episodes`, `seeds`, tensors, and values that JSON can hold.
     """
 
     episodes: Tensor  # (C,)
-    regret: Tensor  # (N, C), pseudo-regret
-    realised_regret: Tensor  # (N, C)
-    comparator: Tensor  # (N, C), the total expected loss of the best fixed policy so far
-    corruption: Tensor  # (N, C), spent so far
-    newton_steps: Tensor  # (N, C), mean per episode since the last checkpoint
-    dual_residual: Tensor  # (N, C), largest since the last checkpoint
-    flow_residual: Tensor  # (N, C), likewise
-    uncertified: Tensor  # (N, C), episodes so far whose q could not be certified
-    wall_time: Tensor  # (C,), seconds
-    cumulative_occupancy: Tensor  # (N, S, A), sum_t q_t
-    total_mean: Tensor  # (N, S, A), sum_t mean_t
-    last_q: Tensor  # (N, S, A)
     seeds: tuple[int, ...]
-    backend: str
-    finished: bool
-    config: dict[str, Any]
 
     def final(self, curve: str = "regret") -> Mean:
         """The mean over seeds of a curve at its last checkpoint, with its standard error.
@@ -211,6 +190,75 @@ class History:
         columns |= {name: x.cpu().numpy().reshape(-1) for name, x in self._curves().items()}
         return pandas.DataFrame(columns)
 
+    def _curves(self) -> dict[str, Tensor]:
+        """All tensors with a value for each seed and checkpoint, by name."""
+        shape, every = (len(self.seeds), len(self.episodes)), self._fields().items()
+        return {name: x for name, x in every if isinstance(x, Tensor) and tuple(x.shape) == shape}
+
+    def _fields(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
+
+    def save(self, path: str | Path) -> None:
+        """Write the history to one `.npz` file with a checksum, atomically; NumPy can read it.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        every = self._fields()
+        plain = {name: x for name, x in every.items() if not isinstance(x, Tensor)}
+        arrays: dict[str, Any] = {
+            name: x.cpu().numpy() for name, x in every.items() if isinstance(x, Tensor)
+        }
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, plain=np.array(json.dumps(plain)), **arrays)
+        write_checked(path, "a history", buffer.getvalue())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a history that `save` wrote, also with another version of the package.
+
+        Raises:
+            ValueError: if the file is damaged, empty, or not a history.
+        """
+        payload = read_checked(path, "a history", any_version=True)
+        with np.load(io.BytesIO(payload), allow_pickle=False) as file:
+            plain = json.loads(str(file["plain"]))
+            arrays: dict[str, Any] = {
+                name: torch.from_numpy(file[name]) for name in file.files if name != "plain"
+            }
+        return cls(**arrays, **(plain | {"seeds": tuple(plain["seeds"])}))
+
+
+@dataclass(repr=False)
+class History(Curves):
+    """Curves over C checkpoints for N seeds.
+
+    The pseudo-regret compares expected losses, sum_{tau<=t} ⟨q_tau - q_opt, mean_tau⟩, where q_opt
+    is the best fixed policy for the first t episodes. The realised regret has the losses that were
+    suffered in place of ⟨q_tau, mean_tau⟩.
+
+    q_opt is the best policy for each seed. Against an adaptive adversary the mean over seeds is
+    therefore E max, while the paper has max E; `theory.Certificate` has both.
+    """
+
+    episodes: Tensor  # (C,)
+    regret: Tensor  # (N, C), pseudo-regret
+    realised_regret: Tensor  # (N, C)
+    comparator: Tensor  # (N, C), the total expected loss of the best fixed policy so far
+    corruption: Tensor  # (N, C), spent so far
+    newton_steps: Tensor  # (N, C), mean per episode since the last checkpoint
+    dual_residual: Tensor  # (N, C), largest since the last checkpoint
+    flow_residual: Tensor  # (N, C), likewise
+    uncertified: Tensor  # (N, C), episodes so far whose q could not be certified
+    wall_time: Tensor  # (C,), seconds
+    cumulative_occupancy: Tensor  # (N, S, A), sum_t q_t
+    total_mean: Tensor  # (N, S, A), sum_t mean_t
+    last_q: Tensor  # (N, S, A)
+    seeds: tuple[int, ...]
+    backend: str
+    finished: bool
+    config: dict[str, Any]
+
     def plot(self, title: str = "") -> Figure:
         """Regret over the number of episodes, with 95 % bands, as a matplotlib figure.
 
@@ -220,14 +268,6 @@ class History:
             ImportError: if matplotlib is not installed.
         """
         return later("game.figures").regret_figure(self, title=title)
-
-    def _curves(self) -> dict[str, Tensor]:
-        """All tensors with a value for each seed and checkpoint, by name."""
-        shape, every = (len(self.seeds), len(self.episodes)), self._fields().items()
-        return {name: x for name, x in every if isinstance(x, Tensor) and tuple(x.shape) == shape}
-
-    def _fields(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __repr__(self) -> str:
         """One line, and the regret (mean and standard error) at powers of ten and at the end."""
@@ -246,33 +286,3 @@ class History:
         if not rows:
             return line
         return f"{line}\n{markdown(['episode', 'regret', 'realised regret'], rows, left=())}"
-
-    def save(self, path: str | Path) -> None:
-        """Write the history to one `.npz` file with a checksum, atomically; NumPy can read it.
-
-        Raises:
-            OSError: if the file cannot be written.
-        """
-        every = self._fields()
-        plain = {name: x for name, x in every.items() if not isinstance(x, Tensor)}
-        arrays: dict[str, Any] = {
-            name: x.cpu().numpy() for name, x in every.items() if isinstance(x, Tensor)
-        }
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, plain=np.array(json.dumps(plain)), **arrays)
-        write_checked(path, "a history", buffer.getvalue())
-
-    @classmethod
-    def load(cls, path: str | Path) -> History:
-        """Read a history that `save` wrote, also with another version of the package.
-
-        Raises:
-            ValueError: if the file is damaged, empty, or not a history.
-        """
-        payload = read_checked(path, "a history", any_version=True)
-        with np.load(io.BytesIO(payload), allow_pickle=False) as file:
-            plain = json.loads(str(file["plain"]))
-            arrays: dict[str, Any] = {
-                name: torch.from_numpy(file[name]) for name in file.files if name != "plain"
-            }
-        return cls(**arrays, **(plain | {"seeds": tuple(plain["seeds"])}))

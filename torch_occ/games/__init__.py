@@ -1,5 +1,10 @@
 """Games with imperfect information: treeplexes as layered MDPs, self-play, and equilibria."""
 
+from torch_occ.games.play import FictitiousPlay as FictitiousPlay
+from torch_occ.games.play import GameBoard as GameBoard
+from torch_occ.games.play import GameHistory as GameHistory
+from torch_occ.games.play import TreeFTRL as TreeFTRL
+from torch_occ.games.play import self_play as self_play
 from torch_occ.games.tree import Chance as Chance
 from torch_occ.games.tree import Decision as Decision
 from torch_occ.games.tree import End as End

@@ -71,9 +71,9 @@ CHANCE, END = 2, 3  # the kinds of nodes that are no player's
 class Tree(NamedTuple):
     """All histories of a game as arrays, which kernels read; Z of them are ends."""
 
-    player: np.ndarray[Any, Any]  # (nodes,): 0, 1, CHANCE or END
-    place: np.ndarray[Any, Any]  # (nodes,): the state in the player's treeplex, or the end
-    first: np.ndarray[Any, Any]  # (nodes,): where its entries in `child` begin
+    player: np.ndarray[Any, Any]  # (nodes + 1,): 0, 1, CHANCE or END; one more behind the last
+    place: np.ndarray[Any, Any]  # (nodes + 1,): the state in the player's treeplex, or the end
+    first: np.ndarray[Any, Any]  # (nodes + 1,): where its entries in `child` begin
     child: np.ndarray[Any, Any]  # (edges,), nodes
     share: np.ndarray[Any, Any]  # (edges,), the probability of an outcome of chance
     pair: np.ndarray[Any, Any]  # (2, Z): the last pair of each player before the end, or -1
@@ -122,7 +122,7 @@ def _shown(path: Sequence[Any]) -> str:
     return "[" + ", ".join(map(str, path)) + "]"
 
 
-def _walk(root: Any, expand: Callable[[Any], Any]) -> tuple[list[_Player], Tree, list[Any]]:
+def _walk(root: Any, expand: Callable[[Any], Any]) -> tuple[list[_Player], Tree, list[Any], int]:
     """Visit all histories, depth first; `expand` turns a handle into a node of the description."""
     players = [_Player(), _Player()]
     nodes: list[tuple[int, int, int]] = []
@@ -132,12 +132,13 @@ def _walk(root: Any, expand: Callable[[Any], Any]) -> tuple[list[_Player], Tree,
     payoffs: list[tuple[float, float]] = []
     none = (-1, 0)
     path: list[Any] = []
+    deepest = 0
     # A handle with the edge that leads to it, its depth, the last own pairs, and chance.
     stack: list[Any] = [(root, -1, 0, None, none, none, 1.0)]
     while stack:
         handle, edge, depth, label, first, second, chance = stack.pop()
         path[max(depth - 1, 0) :] = [label] if depth else []
-        node, own = expand(handle), (first, second)
+        node, own, deepest = expand(handle), (first, second), max(deepest, depth)
         if edge >= 0:
             child[edge] = len(nodes)
         if isinstance(node, End):
@@ -180,12 +181,14 @@ def _walk(root: Any, expand: Callable[[Any], Any]) -> tuple[list[_Player], Tree,
             stack.append((handle, place, depth + 1, label, *own, chance * p))
         child += [0] * len(following)
         share += [p for _, p, _, _ in following]
+    nodes.append((END, 0, len(child)))  # behind the last
     table = np.array(nodes, np.int64)
     last = np.array([end[:4] for end in ends], np.int64).reshape(-1, 4)
     pairs = np.stack([last[:, :2], last[:, 2:]])  # (2, Z, 2), by information set and action
     numbers = np.array(child, np.int64), np.array(share, np.float64)
     reach = np.array([end[4] for end in ends])
-    return players, Tree(*np.ascontiguousarray(table.T), *numbers, pairs, reach), payoffs
+    tree = Tree(*np.ascontiguousarray(table.T), *numbers, pairs, reach)
+    return players, tree, payoffs, deepest
 
 
 # -- The strategies of one player ------------------------------------------------------------------
@@ -332,7 +335,7 @@ class ExtensiveGame:
     """
 
     def __init__(self, root: Any, *, expand: Callable[[Any], Any] = lambda node: node) -> None:
-        players, tree, payoffs = _walk(root, expand)
+        players, tree, payoffs, depth = _walk(root, expand)
         self._players: list[_Player] = players
         self._treeplexes: dict[tuple[int, bool], Treeplex] = {}
         self.payoffs = torch.tensor(payoffs, dtype=torch.float64)  # (Z, 2)
@@ -347,6 +350,7 @@ class ExtensiveGame:
             mine = tree.player == i
             place[mine] = plex.state[tree.place[mine]]
         self.tree = tree._replace(pair=pairs, place=place)
+        self.depth = depth  # the largest number of moves in a history
         self._chance = torch.from_numpy(tree.chance)
         self._pairs = torch.from_numpy(pairs)
 
