@@ -29,6 +29,7 @@ ORDER = (
     "learning",
     "game",
     "rivals",
+    "games",
     "tuning",
     "limits",
     "theory",

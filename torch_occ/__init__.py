@@ -93,6 +93,11 @@ from torch_occ.game.history import History as History
 from torch_occ.game.simulate import simulate as simulate
 from torch_occ.game.comparing import compare_learners as compare_learners
 
+# Games with imperfect information
+from torch_occ.games.tree import ExtensiveGame as ExtensiveGame
+from torch_occ.games.tree import dilated_entropy as dilated_entropy
+from torch_occ.games.play import self_play as self_play
+
 # Forecasts of the regret, and tuning
 from torch_occ.tuning.forecast import forecast as forecast
 from torch_occ.tuning.leaps import leap as leap
@@ -106,7 +111,7 @@ from torch_occ.sweeps import grid as grid
 from torch_occ.sweeps import sweep as sweep
 
 #: Packages that are imported when they are first used.
-_PACKAGES = ("limits", "reference", "rivals", "theory")
+_PACKAGES = ("games", "limits", "reference", "rivals", "theory")
 
 #: Where names of version 0.2 are now. They still work here, with a warning, until version 0.4.
 _MOVED = {

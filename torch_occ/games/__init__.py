@@ -1,5 +1,7 @@
 """Games with imperfect information: treeplexes as layered MDPs, self-play, and equilibria."""
 
+from torch_occ.games.equilibrium import Equilibrium as Equilibrium
+from torch_occ.games.equilibrium import QuantalResponse as QuantalResponse
 from torch_occ.games.play import FictitiousPlay as FictitiousPlay
 from torch_occ.games.play import GameBoard as GameBoard
 from torch_occ.games.play import GameHistory as GameHistory
@@ -12,4 +14,3 @@ from torch_occ.games.tree import ExtensiveGame as ExtensiveGame
 from torch_occ.games.tree import GamePolicy as GamePolicy
 from torch_occ.games.tree import Treeplex as Treeplex
 from torch_occ.games.tree import dilated_entropy as dilated_entropy
-from torch_occ.games.tree import tree_barrier as tree_barrier

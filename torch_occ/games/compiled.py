@@ -254,7 +254,8 @@ class Match:
             if not self.compiled and learner.engine_only:
                 raise ValueError(f"learners: {type(learner).__name__} {why_not_known(learner)}")
         self.models = [model_of(learner.mdp) for learner in learners]
-        self.players = [EnginePlayer(x.mdp, x, None) for x in learners] if self.compiled else []
+        nothing: Any = None  # there is no loss process
+        self.players = [EnginePlayer(x.mdp, x, nothing) for x in learners] if self.compiled else []
         self.most = min((player.most for player in self.players), default=1)
 
     def play(self, before: int, numbers: Floats, sums: Sequence[dict[str, Tensor]]) -> None:
@@ -262,7 +263,9 @@ class Match:
         begun, n = time.monotonic(), numbers.shape[1]
         if self.compiled:
             states = [state_rows(x.form, x.learner.state) for x in self.players]
-            over = [{k: f(before, before + 1 + n) for k, f in x.over_time.items()} for x in self.players]
+            over = [
+                {k: f(before, before + 1 + n) for k, f in x.over_time.items()} for x in self.players
+            ]
 
             def side(i: int, seed: int, tally: Tally) -> Side:
                 player = self.players[i]
@@ -308,9 +311,7 @@ class Match:
         for_each(play_seed, len(numbers))
         return found
 
-    def _play_in_python(
-        self, t: int, numbers: Floats, sums: Sequence[dict[str, Tensor]]
-    ) -> None:
+    def _play_in_python(self, t: int, numbers: Floats, sums: Sequence[dict[str, Tensor]]) -> None:
         """One episode of learners that the kernel does not know; it plays their strategies."""
         proposed = []
         for learner, own in zip(self.learners, sums, strict=True):

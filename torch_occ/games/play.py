@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -33,13 +33,16 @@ from torch_occ.game.history import Curves, Mean
 from torch_occ.game.learners import FTRL, FixedPolicy, Learner
 from torch_occ.game.simulate import check_callbacks, check_seeds, integers, whole
 from torch_occ.games.tree import ExtensiveGame, GamePolicy, Treeplex, dilated_entropy
-from torch_occ.mdp.occupancy import cheapest, interior_point, occupancy, optimal_policy
+from torch_occ.mdp.occupancy import (
+    cheapest,
+    interior_point,
+    occupancy,
+    optimal_policy,
+    policy_of,
+)
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import ConditionalEntropy
 from torch_occ.regularizers.schedules import Constant
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # -- Learners for games ----------------------------------------------------------------------------
 
@@ -128,9 +131,10 @@ class TreeFTRL(FTRL):
     def adapting(cls, treeplex: Treeplex, episodes: int, factor: float = 1.0) -> Self:
         """Adaptive FTRL (Fiegel et al., 2023): see `adaptive`.
 
-        Read: rates and gamma divided by 1 + the estimated visits. Constants as in `ixomd`.
+        Read: rates and gamma divided by 1 + the estimated visits. Derived: the visits grow with
+        the episodes, so both begin at factor * sqrt(episodes / number of actions).
         """
-        eta = factor / math.sqrt(cls._actions(treeplex) * episodes)
+        eta = factor * math.sqrt(episodes / cls._actions(treeplex))
         psi = dilated_entropy(treeplex) / Constant(eta)
         return cls(treeplex, psi, exploration=eta, adaptive=True)
 
@@ -222,14 +226,6 @@ class GameHistory(Curves):
     def final(self, curve: str = "exploitability") -> Mean:
         return super().final(curve)
 
-    def plot(self, title: str = "") -> Figure:
-        """Exploitability of average and last strategies over episodes, as a matplotlib figure."""
-        return later("game.figures").curves_figure(
-            self.episodes,
-            {"average": self.exploitability, "last": self.last_exploitability},
-            title=title or "exploitability",
-        )
-
     def __repr__(self) -> str:
         line = f"GameHistory: {len(self.seeds)} seeds, feedback {self.feedback}, {self.backend}"
         line += "" if self.finished else ", not finished"
@@ -254,7 +250,9 @@ class GameBoard(Callback):
 
     def on_checkpoint(self, run: Any) -> None:
         for name, rows in run.curves.items():
-            group = "game" if name in ("exploitability", "last_exploitability", "payoff") else "solver"
+            group = (
+                "game" if name in ("exploitability", "last_exploitability", "payoff") else "solver"
+            )
             self.writer.add_scalar(f"{group}/{name}", float(rows[-1].mean()), run.t)
 
     def on_end(self, run: Any, history: Any) -> None:
@@ -262,6 +260,9 @@ class GameBoard(Callback):
 
 
 # -- A run -----------------------------------------------------------------------------------------
+
+#: The largest number of chunks of episodes with random numbers in memory.
+CHUNKS = 64
 
 _STEPS = ("newton_steps", "uncertified", "dual_residual", "flow_residual")
 _CURVES = ("exploitability", "last_exploitability", "payoff", *_STEPS[:3])
@@ -319,7 +320,7 @@ class GameRun:
         """Play some chunks of episodes; yield t at every checkpoint, after it is recorded."""
         begun, origin = time.monotonic(), self.t - self.t % CHUNK
         fits = (1 << 22) // (CHUNK * len(self.seeds) * max(self.depth, 1))
-        count = max(1, min(64, fits)) if self.depth else 1
+        count = max(1, min(CHUNKS, fits)) if self.depth else 1
         until = min(origin + count * CHUNK, self.episodes)
         chunks = range(origin // CHUNK, origin // CHUNK + count)
         if self.depth:
@@ -346,7 +347,7 @@ class GameRun:
             q = own["cumulative_occupancy"].sum(1) / max(self.t, 1) if average else own["q"].clone()
             equal = self.game.treeplex(i)
             if plex is not equal:
-                q = occupancy(equal.mdp, GamePolicy.of(self.game, (q, q)).policies[i])
+                q = occupancy(equal.mdp, policy_of(equal.mdp, q))
             found.append(q)
         return found
 
@@ -376,14 +377,18 @@ class GameRun:
         }
         average, last = self.strategies(True), self.strategies(False)
         return GameHistory(
-            torch.tensor(self.recorded),
-            *(curves[name] for name in ("exploitability", "last_exploitability", "payoff")),
-            *(curves[name] for name in ("newton_steps", "dual_residual", "uncertified")),
-            torch.tensor(self.times, dtype=torch.float64),
-            *(*average, *last, self.seeds),
-            *("engine" if self.match.compiled else "torch", self.feedback),
-            self.t == self.episodes,
-            self.game,
+            episodes=torch.tensor(self.recorded),
+            wall_time=torch.tensor(self.times, dtype=torch.float64),
+            average_q0=average[0],
+            average_q1=average[1],
+            last_q0=last[0],
+            last_q1=last[1],
+            seeds=self.seeds,
+            backend="engine" if self.match.compiled else "torch",
+            feedback=self.feedback,
+            finished=self.t == self.episodes,
+            game=self.game,
+            **curves,
         )
 
     def state(self) -> State:
@@ -408,7 +413,7 @@ def _plex_of(game: ExtensiveGame, player: int, learner: Any) -> Treeplex:
             f"learners: expected an occ.Learner for player {player}, got {type(learner).__name__}"
         )
     for shares in ("uniform", "balanced"):
-        plex = game.treeplex(player, shares)  # type: ignore[arg-type]
+        plex = game.treeplex(player, shares)
         if learner.mdp is plex.mdp:
             return plex
     raise ValueError(
@@ -429,7 +434,7 @@ def _prepared(learner: Learner, feedback: str) -> Learner:
     known: tuple[type[Estimator], ...] = (ImportanceWeighted, ImplicitExploration)
     weighted = isinstance(found, FTRL) and type(found.estimator) in known
     if type(found).__module__.startswith("torch_occ.") and not (
-        weighted and type(found) in (FTRL, TreeFTRL) or isinstance(found, FixedPolicy)
+        (weighted and type(found) in (FTRL, TreeFTRL)) or isinstance(found, FixedPolicy)
     ):
         raise ValueError(
             f"learners: {name} cannot play a game with bandit feedback: the probability of a visit "

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +29,7 @@ from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.mdp.unroll import ABSORBING
 from torch_occ.regularizers.base import Regularizer
-from torch_occ.regularizers.catalog import ConditionalEntropy, LogBarrier
+from torch_occ.regularizers.catalog import ConditionalEntropy
 from torch_occ.regularizers.parameters import PerState
 from torch_occ.regularizers.schedules import Constant
 
@@ -169,7 +169,12 @@ def _walk(root: Any, expand: Callable[[Any], Any]) -> tuple[list[_Player], Tree,
             state = players[node.player].visit(node.player, node, own[node.player], path)
             nodes.append((node.player, state, len(child)))
             following = [
-                (handle, 1.0, name, ((state, i), second) if node.player == 0 else (first, (state, i)))
+                (
+                    handle,
+                    1.0,
+                    name,
+                    ((state, i), second) if node.player == 0 else (first, (state, i)),
+                )
                 for i, (name, handle) in enumerate(node.moves.items())
             ]
         else:
@@ -187,7 +192,8 @@ def _walk(root: Any, expand: Callable[[Any], Any]) -> tuple[list[_Player], Tree,
     pairs = np.stack([last[:, :2], last[:, 2:]])  # (2, Z, 2), by information set and action
     numbers = np.array(child, np.int64), np.array(share, np.float64)
     reach = np.array([end[4] for end in ends])
-    tree = Tree(*np.ascontiguousarray(table.T), *numbers, pairs, reach)
+    player, place, first_child = np.ascontiguousarray(table.T)
+    tree = Tree(player, place, first_child, *numbers, pairs, reach)
     return players, tree, payoffs, deepest
 
 
@@ -223,7 +229,8 @@ class Treeplex:
 
     def occupancy(self, x: Tensor) -> Tensor:
         """q of a sequence form x `(*batch, S, A)`; what x says of ends is ignored."""
-        return occupancy(self.mdp, policy_of(self.mdp, torch.where(self.is_end[:, None], 1.0, x)))
+        ends = self.is_end[:, None] & self.mdp.actions
+        return occupancy(self.mdp, policy_of(self.mdp, torch.where(ends, 1.0, x)))
 
 
 def _treeplex(player: _Player, balanced: bool) -> Treeplex:
@@ -304,12 +311,6 @@ def dilated_entropy(treeplex: Treeplex) -> Regularizer:
     return ConditionalEntropy() / Constant(rates)
 
 
-def tree_barrier(treeplex: Treeplex) -> Regularizer:
-    """The log-barrier with the weights w(I), -sum w(I) log x(I, a) up to a constant; none at ends."""
-    weights = torch.where(treeplex.is_end, 0.0, treeplex.weights)
-    return LogBarrier(PerState(treeplex.mdp, weights))
-
-
 # -- The game --------------------------------------------------------------------------------------
 
 
@@ -363,7 +364,7 @@ class ExtensiveGame:
             ValueError: if it is not a game for two players who move in turns.
         """
         with extra("games", "from_openspiel needs OpenSpiel"):
-            import pyspiel
+            import pyspiel  # type: ignore[import-not-found]
         if isinstance(game, str):
             game = pyspiel.load_game(game)
         if game.num_players() != 2:
@@ -499,7 +500,7 @@ class GamePolicy:
         """
         if self.game.openspiel is None:
             raise ValueError("to_openspiel: the game was not read from OpenSpiel")
-        from open_spiel.python.policy import TabularPolicy
+        from open_spiel.python.policy import TabularPolicy  # type: ignore[import-untyped]
 
         found = TabularPolicy(self.game.openspiel)
         for i, policy in enumerate(self.policies):
