@@ -328,8 +328,7 @@ def _settle_or_descend(
     work: Work,
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Minimize from q where `running`; psi is an entropy in all these lanes, or in none."""
-    weight, price = entropy_of(terms, weights)
-    if anywhere(running & (weight > 0.0)):
+    if anywhere(running & (entropy_of(terms, weights)[0] > 0.0)):
         return settle(model, terms, weights, loss, tolerance, max_steps, source, running, work)
     return descend(model, terms, weights, loss, tolerance, max_steps, source, running, work)
 

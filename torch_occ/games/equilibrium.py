@@ -2,8 +2,8 @@
 
     q_i = argmin over q of ⟨q, loss_i(q_other)⟩ + tau psi_i(q)        for both players
 
-In zero-sum games this is min over x max over y of ⟨x, A y⟩ + tau (psi(x) - psi(y)), and the solution
-is unique. The unknowns are g = log q of all pairs and the multipliers v of the flow, of both
+In zero-sum games this is min over x max over y of ⟨x, A y⟩ + tau (psi(x) - psi(y)), and the
+solution is unique. The unknowns are g = log q of all pairs and the multipliers v of the flow, of both
 players. With q = exp(g), the equations are
 
     loss + tau grad psi(q) - v(s) + sum_{s'} P(s'|s,a) v(s') = 0,        sum_a q(s,a) = inflow(s);
@@ -35,7 +35,6 @@ from torch_occ.regularizers.derivatives import Evaluator
 from torch_occ.step.entropic import entropy_of
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import Setting
-
 
 #: The largest change of a log-probability in a Newton step, and how many steps are tried with it.
 CAPS = ((4.0, 25), (16.0, 80))

@@ -1,4 +1,4 @@
-"""Self-play: two learners, their average and last strategies, and how far these can be exploited."""
+"""Self-play: two learners, their average and last strategies, and their exploitability."""
 
 from __future__ import annotations
 
