@@ -1,11 +1,9 @@
 """Games with imperfect information: treeplexes as layered MDPs, self-play, and equilibria.
 
-| module | contents |
-|---|---|
-| `tree` | `ExtensiveGame`, its description, and the strategies of a player as a layered MDP |
-| `play` | `self_play`, its history, and learners for games |
-| `compiled` | the loop of self-play in a kernel |
-| `equilibrium` | quantal response equilibria as a layer |
+tree         `ExtensiveGame`, its description, and the strategies of a player as a layered MDP
+play         `self_play`, its history, and learners for games
+compiled     the loop of self-play in a kernel
+equilibrium  quantal response equilibria as a layer
 """
 
 from torch_occ.games.equilibrium import Equilibrium as Equilibrium

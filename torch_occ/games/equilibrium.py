@@ -3,8 +3,8 @@
     q_i = argmin over q of ⟨q, loss_i(q_other)⟩ + tau psi_i(q)        for both players
 
 In zero-sum games this is min over x max over y of ⟨x, A y⟩ + tau (psi(x) - psi(y)), and the
-solution is unique. The unknowns are g = log q of all pairs and the multipliers v of the flow, of both
-players. With q = exp(g), the equations are
+solution is unique. The unknowns are g = log q of all pairs and the multipliers v of the flow, of
+both players. With q = exp(g), the equations are
 
     loss + tau grad psi(q) - v(s) + sum_{s'} P(s'|s,a) v(s') = 0,        sum_a q(s,a) = inflow(s);
 

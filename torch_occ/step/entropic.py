@@ -397,7 +397,7 @@ class Settled(torch.autograd.Function):
         batches = (loss.shape[:-2], start.shape[:-2], price.shape, mdp.batch_shape)
         wide = weight.shape[price.dim() :]
         batch = broadcast(*batches, weight.shape[: price.dim()])
-        entropy = Entropy(weight.expand(*batch, *wide), price.expand(batch))
+        entropy = Entropy(weight.expand((*batch, *wide)), price.expand(batch))
         shaped = shape_finely(mdp, loss.expand(*batch, *loss.shape[-2:]))
         smallest = torch.finfo(loss.dtype).tiny
         guess = start.sum(-1).clamp(min=smallest).log().expand_as(shaped.value)
