@@ -148,10 +148,8 @@ class TensorBoard(Callback):
             raise FileNotFoundError(2, "TensorBoard's directory has gone", str(self.directory))
         # TensorBoard sorts charts by name: "theta" puts these, which are mostly constant, last.
         theta = {f"theta/{name}": value for name, value in parameters(run.learner, run.t).items()}
-        believed = run.learner.monitor(run.mdp, run.q)
-        belief = {f"belief/{name}": value for name, value in believed.items()}
         curves = self._curves(run, len(run.recorded) - 1)
-        self._scalars(curves | self._policy(run) | belief | theta, run.t)
+        self._scalars(curves | self._policy(run) | theta, run.t)
         if self.images_per_decade and (run.t >= self.next_image or run.t == run.episodes):
             self._heat_map(run)
             self.next_image = run.t * 10 ** (1 / self.images_per_decade)
