@@ -71,10 +71,15 @@ def empirical_transitions(
     Raises:
         ValueError: if a shape does not fit the layout, or if `pseudo_count` is negative.
     """
-    check_layers("counts", mdp, counts)
     check_pseudo_count(pseudo_count)
-    found = []
-    for m, mask in zip(counts, mdp.split(mdp.actions, 0), strict=True):
+    shapes, found = transition_shapes(mdp), []
+    if len(counts) != len(shapes):
+        given = f"{len(shapes)}, got {len(counts)}"
+        raise ValueError(f"counts: expected one tensor per layer, {given}")
+    for k, (m, mask) in enumerate(zip(counts, mdp.split(mdp.actions, 0), strict=True)):
+        if m.shape[-3:] != shapes[k]:
+            shape = ", ".join(map(str, shapes[k]))
+            raise ValueError(f"counts[{k}]: expected shape (*batch, {shape}), got {tuple(m.shape)}")
         n, total = m.shape[-1], m.sum(-1, keepdim=True) + pseudo_count
         rows = torch.where(total > 0, (m + pseudo_count / n) / total.clamp(min=1e-300), 1.0 / n)
         found.append(torch.where(mask.unsqueeze(-1), rows, 0.0))
@@ -85,19 +90,6 @@ def check_pseudo_count(value: float) -> None:
     """Raise a ValueError if a pseudo-count is negative."""
     if not value >= 0:
         raise ValueError(f"pseudo_count: expected a number of at least 0, got {value}")
-
-
-def check_layers(name: str, mdp: LayeredMDP, table: Sequence[Tensor]) -> None:
-    """Raise a ValueError unless a table over transitions fits the layout."""
-    shapes = transition_shapes(mdp)
-    if len(table) != len(shapes):
-        raise ValueError(f"{name}: expected one tensor per layer, {len(shapes)}, got {len(table)}")
-    for k, (layer, shape) in enumerate(zip(table, shapes, strict=True)):
-        if layer.shape[-3:] != shape:
-            raise ValueError(
-                f"{name}[{k}]: expected shape (*batch, {', '.join(map(str, shape))}), got "
-                f"{tuple(layer.shape)}"
-            )
 
 
 # -- Confidence widths of the empirical transitions, and the bonuses that follow from them ---------

@@ -12,26 +12,21 @@ Losses are in [0, 1], so a value of layer k lies in [0, L - k], the bounds of pa
 The bonuses, with n the number of states of the next layer, H = L - 1 - k the largest value there,
 `log` the logarithm of a confidence level, |.| the norm in L2 of the next state:
 
-- UCBVI_HOEFFDING: 7 L log / sqrt(N), as printed for UCBVI-CH (Azar, Osband and Munos, 2017). It was
-  derived for known losses, and also covers averages of losses in [0, 1].
-- SHARP_HOEFFDING: (L - k) sqrt(log / (2 N)), Hoeffding's inequality for loss + V*(s'). This sum is
-  in [0, L - k], and its samples are independent, since V* is fixed. If V_lower <= V* holds in the
-  next layer, then average loss + P V_lower - b <= Q* holds in this one.
+- UCBVI_HOEFFDING: 7 L log / sqrt(N), as printed for UCBVI-CH (Azar, Osband and Munos, 2017) for
+  known losses; it also covers averages of losses in [0, 1].
+- SHARP_HOEFFDING: (L - k) sqrt(log / (2 N)), Hoeffding's inequality for loss + V*(s'), which is in
+  [0, L - k]. If V_lower <= V* in the next layer, then average loss + P V_lower - b <= Q* here.
 - Both plus min(1, C / (2 N)) for losses that were changed: C is twice the sum over episodes and
-  layers of the largest change (`occ.Corrupted`), so an average of N losses has moved by at most
-  C / (2 N).
+  layers of the largest change (`occ.Corrupted`), so an average has moved by at most C / (2 N).
 - The others contain the empirical Bernstein bound of Maurer and Pontil (2009) for the average loss,
   sqrt(2 v log / (N - 1)) + 7 log / (3 (N - 1)) with v = average (1 - average), which is at least
   the empirical variance of losses in [0, 1]. They are infinite for N = 1.
 - UCBVI_BERNSTEIN, UCBVI-BF as printed: sqrt(8 log Var(V) / N) + 14 L log / (3 N) +
-  sqrt(8 / N sum_y P(y) min(100^2 L^3 S^2 A log^2 / N(y), L^2)). The last term is left out in the
-  last layer, whose next state is certain. The print assumes known losses.
+  sqrt(8 / N sum_y P(y) min(100^2 L^3 S^2 A log^2 / N(y), L^2)), not in the last layer.
 - EULER_BONUS, a bound of |(P - P_true) V*| that uses V_lower <= V* <= V_upper, zero where n = 1:
-  sqrt(2 log / (N - 1)) (sd(V_lower) + |V_upper - V_lower|) + 7 H log / (3 (N - 1)). It holds since
-  the standard deviation of V* is at most that of V_lower plus |V* - V_lower|.
+  sqrt(2 log / (N - 1)) (sd(V_lower) + |V_upper - V_lower|) + 7 H log / (3 (N - 1)).
 - STRONG_BONUS, in addition a bound of |(P - P_true)(V* - V_lower)|:
-  sqrt(2 n log / (N - 1)) |V_upper - V_lower| + 7 n H log / (3 (N - 1)). With it, the surplus
-  Q_lower - loss - P_true V_lower of every pair is at most zero.
+  sqrt(2 n log / (N - 1)) |V_upper - V_lower| + 7 n H log / (3 (N - 1)).
 """
 
 from __future__ import annotations
@@ -301,11 +296,10 @@ class UCBVI(OptimisticLearner):
 class EULER(OptimisticLearner):
     """Optimistic planning with empirical variances (after Zanette and Brunskill, 2019).
 
-    The bonus has empirical Bernstein bounds for the losses and for the optimal value of the next
-    state, with the logarithm ln(2 S A t^2 / delta). It has the form of the paper; the constants are
-    derived here from the inequality of Maurer and Pontil (2009), because the printed ones could not
-    be looked up. Four bounds per pair and number of visits must hold, so the lower and upper bounds
-    hold in every episode with probability at least 1 - 7 delta.
+    The bonus has the form of the paper, with the logarithm ln(2 S A t^2 / delta); the constants are
+    derived here from the inequality of Maurer and Pontil (2009). Four bounds per pair and number of
+    visits must hold, so the lower and upper bounds hold in every episode with probability at least
+    1 - 7 delta.
 
     Raises:
         ValueError: if `delta` is not in (0, 1).
@@ -318,10 +312,9 @@ class EULER(OptimisticLearner):
 class StrongEuler(OptimisticLearner):
     """EULER with strong optimism (after Simchowitz and Jamieson, 2019).
 
-    With its bonus, not only the lower bounds are optimistic: no pair has a positive surplus
-    Q_lower - loss - P V_lower, on which the analysis with gaps rests. The constants are derived
-    here as those of `EULER`. With n states in the next layer, the bounds hold in every episode with
-    probability at least 1 - (7 + 3.3 n) delta.
+    No pair has a positive surplus Q_lower - loss - P V_lower, on which the analysis with gaps
+    rests. The constants are derived here as those of `EULER`. With n states in the next layer, the
+    bounds hold in every episode with probability at least 1 - (7 + 3.3 n) delta.
 
     Raises:
         ValueError: if `delta` is not in (0, 1).
@@ -375,20 +368,17 @@ class MultiLayerUCBVI(Learner):
     to C = 2^r. An episode belongs to layer r with probability 2^-r (the rest to layer 1). A layer
     has the tightest bounds of two kinds of data, with the bonus of `UCBVI(bonus="sharp")` plus
 
-    - min(1, (ln(2 L R / delta) + 3) / N) for its own episodes: if C <= 2^r, they contain changes of
-      at most ln(2 L R / delta) + 3 per pair, with high probability, because so few episodes belong
-      to it;
+    - min(1, (ln(2 L R / delta) + 3) / N) for its own episodes, which are so few that they contain
+      at most that many changes per pair if C <= 2^r, with high probability;
     - min(1, 2^r / (2 N)) for the episodes of all layers.
 
-    The slow layers supervise the fast ones. When a layer has planned, it finds those actions
-    possible whose lower bound is at most the smallest upper bound. A layer plays the smallest lower
-    bound among the actions that every slower layer found possible at its last turn. (If slower
-    layers leave no action in a state, the slowest ones count.)
+    The slow layers supervise the fast ones: a layer plays the smallest lower bound among the
+    actions that every slower layer found possible at its last turn (if they leave none, the slowest
+    ones count). It finds those possible whose lower bound is at most the smallest upper bound.
 
-    What is simplified: the paper passes control to slower layers within an episode, so that they
-    see states that only fast layers reach; its bonuses are larger; it also covers changed
-    transitions. Its guarantee does not carry over. What holds here by the argument above, with
-    probability 1 - delta: no layer with 2^r >= C excludes an optimal action.
+    What is simplified: the paper passes control to slower layers within an episode, its bonuses are
+    larger, and it also covers changed transitions. Its guarantee does not carry over. What holds
+    here, with probability 1 - delta: no layer with 2^r >= C excludes an optimal action.
 
     Raises:
         TypeError: if `episodes` is no whole number.

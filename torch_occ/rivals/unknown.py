@@ -143,9 +143,8 @@ class UnknownFTRL(CountingLearner):
         """The algorithm of Jin, Huang and Luo (2021) with the constants that they print.
 
         Bandit feedback: psi_t = -sqrt(tau) sum sqrt(q) - 128 L^4 sum log q with tau the number of
-        the episode in its epoch, and delta = T^-3. Full information: the entropy sum q log q over
-        eta_t = sqrt(L ln(S A) / (64 L^5 ln(S A) + M_t)), and delta = T^-2. Both: widths of their
-        eq. (8), the bonus L min{1, sum B}, and a new start in every epoch. Two things differ, and
+        the episode in its epoch, and delta = T^-3. Full information: sum q log q over
+        eta_t = sqrt(L ln(S A) / (64 L^5 ln(S A) + M_t)), and delta = T^-2. Two things differ, and
         both help: one pseudo-count, and no bonus where the next state is certain.
 
         Raises:
