@@ -179,9 +179,9 @@ def draw_data(mdp: occ.LayeredMDP, generator: torch.Generator) -> Data:
     mean = uniform(policy.shape, generator).to(mdp.dtype) ** 2
     # The loss is either its mean or a coin with that mean.
     coins = uniform((*mdp.batch_shape, 1, 1), generator) < 0.5
-    mappings = [draw_mapping(mdp, generator) for _ in range(2)]
+    mapping, other = draw_mapping(mdp, generator), draw_mapping(mdp, generator)
     q, moment = occ.occupancy(mdp, policy), torch.where(coins, mean, mean.square())
-    return Data(q, policy, *mappings, mean, moment)
+    return Data(q, policy, mapping, other, mean, moment)
 
 
 def draw_policy(mdp: occ.LayeredMDP, generator: torch.Generator) -> Tensor:
