@@ -62,9 +62,7 @@ def solve_exactly(
     raise AssertionError(f"no digits gained beyond {size}")
 
 
-def _unfold(
-    mdp: occ.LayeredMDP, loss: list, weights: list[mpf], price: mpf, g: list[mpf]
-) -> tuple:
+def _unfold(mdp: occ.LayeredMDP, loss: list, weights: list[mpf], price: mpf, g: list[mpf]) -> tuple:
     layers = [range(here.start, here.stop) for here in mdp.layer_slices]
     value, log_pi = [mpf(0)] * mdp.num_states, [[-mp.inf] * mdp.num_actions for _ in g]
     rows = {}
