@@ -70,11 +70,10 @@ FOLLOWERS = {
     "shifted, closing": lambda mdp: occ.ShiftedFTRL(mdp, cap=20.0, budget=0.05),
     "shifted, smooth": lambda mdp: occ.ShiftedFTRL(mdp, budget=0.05, ledger="smooth"),
     "shifted frozen": lambda mdp: occ.ShiftedFTRL(mdp, budget=0.02, ledger="frozen"),
-    "shifted, hints": lambda mdp: occ.ShiftedFTRL(
-        mdp,
-        occ.Tsallis() / occ.InverseSqrt(0.5) + occ.LogBarrier(occ.PerState(mdp, 0.2)),
-        hints=occ.game.MeanHints(0.2, 3.0),
+    "shifted, other psi": lambda mdp: occ.ShiftedFTRL(
+        mdp, occ.Tsallis() / occ.InverseSqrt(0.5) + occ.LogBarrier(occ.PerState(mdp, 0.2))
     ),
+    "shifted, no hints": lambda mdp: occ.ShiftedFTRL(mdp, hints=False),
 }
 
 
