@@ -5,22 +5,32 @@ from pathlib import Path
 
 #: The repository.
 ROOT = Path(__file__).parents[2]
+#: A block that starts worker processes is a script, which another test runs.
+SCRIPT = '__name__ == "__main__"'
 
 
-def documented(block: str) -> list[str]:
-    """The outputs that a block shows: comments behind a `print(...)`, or in the lines after it."""
+def split_outputs(block: str) -> tuple[str, list[str]]:
+    """A block without its outputs, and these: comments behind a `print(...)`, or in lines after."""
+    code: list[str] = []
     found: list[str] = []
     after_print = False
     for line in block.splitlines():
         if re.match(r"\s*print\(", line):
-            _, behind, output = line.partition("  # ")
+            line, behind, output = line.partition("  # ")
             found += [output] if behind else []
             after_print = not behind
         elif after_print and line.startswith("# "):
             found.append(line[2:])
+            continue
         else:
             after_print = False
-    return found
+        code.append(line)
+    return "\n".join(code), found
+
+
+def documented(block: str) -> list[str]:
+    """The outputs that a block shows."""
+    return split_outputs(block)[1]
 
 
 def anchors(text: str) -> set[str]:
