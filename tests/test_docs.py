@@ -15,10 +15,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from documents import ROOT, SCRIPT, anchors, documented
-from page_notebooks import FOLDER, SOURCES, cells, notebook
+from documents import ROOT, anchors, documented
 
 import torch_occ as occ
+from notebooks.make import FOLDER, SCRIPT, SOURCES, cells, notebook
 
 DOCS = ROOT / "docs"
 ASSETS = DOCS / "assets"
@@ -72,7 +72,7 @@ def test_examples_run_and_print_what_they_say(name):
 def test_notebooks_are_made_from_the_pages():
     found = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.ipynb")}
     made = {name: notebook(name) for name in SOURCES}
-    assert found == made, "run: python tests/helpers/page_notebooks.py"
+    assert found == made, "run: python notebooks/make.py"
     for name, page in SOURCES.items():
         examples = [block for block in blocks(DOCS / f"{page}.md") if SCRIPT not in block]
         assert [outputs for _, outputs in cells(name)] == [documented(x) for x in examples]

@@ -5,9 +5,9 @@
 
 import re
 import tomllib
+from pathlib import Path
 
-from documents import ROOT
-
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "images" / "badges"
 
 _SVG = """\

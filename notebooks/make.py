@@ -1,16 +1,17 @@
 """Notebooks, made from pages of the documentation.
 
-`python tests/helpers/page_notebooks.py` writes notebooks/*.ipynb. An example becomes a cell, and
+`python notebooks/make.py` writes notebooks/*.ipynb. An example becomes a cell, and
 the outputs that the page shows become the outputs of the cell.
 """
 
 import json
 import re
+from pathlib import Path
 
-from documents import ROOT, SCRIPT, split_outputs
+FOLDER = Path(__file__).parent
 
-FOLDER = ROOT / "notebooks"
-
+#: A block that starts worker processes is a script, which another test runs.
+SCRIPT = '__name__ == "__main__"'
 #: The page of each notebook.
 SOURCES = {
     "tour": "tour",
@@ -27,6 +28,25 @@ _LINK = re.compile(r"(\]\(|^\[[^\]]+\]: )(?!https?:|#)", re.MULTILINE)
 _PART = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
+def split_outputs(block: str) -> tuple[str, list[str]]:
+    """A block without its outputs, and these: comments behind a `print(...)`, or in lines after."""
+    code: list[str] = []
+    found: list[str] = []
+    after_print = False
+    for line in block.splitlines():
+        if re.match(r"\s*print\(", line):
+            line, behind, output = line.partition("  # ")
+            found += [output] if behind else []
+            after_print = not behind
+        elif after_print and line.startswith("# "):
+            found.append(line[2:])
+            continue
+        else:
+            after_print = False
+        code.append(line)
+    return "\n".join(code), found
+
+
 def _cell(number: int, kind: str, text: str, **more: object) -> dict[str, object]:
     lines = text.strip().splitlines(keepends=True)
     return {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": lines} | more
@@ -35,7 +55,7 @@ def _cell(number: int, kind: str, text: str, **more: object) -> dict[str, object
 def notebook(name: str) -> str:
     """The text of a notebook, which a test runs cell by cell."""
     page = SOURCES[name]
-    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    text = (FOLDER.parent / "docs" / f"{page}.md").read_text(encoding="utf-8")
     title, _, rest = text.partition("\n")
     made: list[dict[str, object]] = []
     for i, part in enumerate(_PART.split(f"{title}\n\n{_FIRST.format(page=page)}{rest}")):
@@ -65,6 +85,5 @@ def cells(name: str) -> list[tuple[str, list[str]]]:
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
     for name in SOURCES:
         (FOLDER / f"{name}.ipynb").write_text(notebook(name), encoding="utf-8")
