@@ -190,7 +190,7 @@ def test_a_shift_is_within_its_cap_and_without_a_cap_there_is_none():
     most = learner.cap * (1 + state["stability"])[:, MDP.layer].unsqueeze(-1)
     assert bool((state["shift"].abs() <= most).all())
     assert bool((state["shift"] != 0).any())
-    learners = occ.ShiftedFTRL(MDP, cap=0.0), occ.FTRL.tsallis(MDP, 0.85)
+    learners = occ.ShiftedFTRL(MDP, cap=0.0, hints=False), occ.FTRL.tsallis(MDP, 0.85)
     found = (occ.simulate(MDP, x, GAMES["bernoulli"], 200, range(2)).regret for x in learners)
     assert torch.equal(*found)
 
