@@ -12,7 +12,7 @@ Non-terminal states are numbered in layer order, so that every quantity of the p
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, starmap
@@ -216,24 +216,19 @@ class LayeredMDP:
         env: gymnasium.Env[Any, Any] | str,
         horizon: int,
         initial: Table | int | None = None,
-        *,
-        options: Mapping[str, Any] | None = None,
-        **more_options: Any,
+        **options: Any,
     ) -> RewardMDP:
         """Unroll a Gymnasium environment that publishes its table (`env.unwrapped.P`).
 
         A terminated outcome leads to the absorbing end; duplicate next states add up. `mdp.origin`
-        maps every layered state back to the environment's state, `mdp.loss` holds the losses, and
-        `mdp.reward_map` maps losses back to rewards.
-
-        The table is checked for its shape, probabilities and rewards, not by playing.
+        maps every layered state back to the environment's state. The table is checked for its
+        shape, probabilities and rewards, not by playing.
 
         Args:
             env: an environment or its id.
             initial: a distribution `(S,)` or the index of the start state; by default that of the
                 environment.
-            options: options of `gymnasium.make`, if `env` is an id.
-            more_options: the same by name, such as `is_slippery=False`.
+            options: of `gymnasium.make`, if `env` is an id, such as `is_slippery=False`.
 
         Returns:
             A `RewardMDP`.
@@ -242,8 +237,6 @@ class LayeredMDP:
             ImportError: if Gymnasium, or a package that the environment needs, is not installed.
             ValueError: if the environment publishes no valid table.
         """
-        if more_options:
-            options = {**(options or {}), **more_options}
         return later("mdp.importers").from_gymnasium(env, horizon, initial, options)
 
     @classmethod
@@ -583,7 +576,7 @@ class LayeredMDP:
         keep = self.split(self.reachable, 0)
         kept = zip(self.layers, keep, (*keep[1:], keep[0].new_ones(1)), strict=True)
         return LayeredMDP(
-            [layer.restrict(here, there).tensor for layer, here, there in kept],
+            [layer.restrict(here, there) for layer, here, there in kept],
             actions=self.actions[self.reachable],
             initial=self.initial[..., keep[0]],
             origin=self.origin[self.reachable],
