@@ -326,7 +326,7 @@ def test_terminal_states_pay_for_the_step_that_enters_them_and_nothing_after():
         ({"reward": np.ones((4, 3))}, ("reward", "(5, 3)", "(4, 3)")),
         ({"reward": as_sparse(np.ones((2, 5, 5)))}, ("reward", "3 matrices")),
         ({"transition": [np.eye(5), np.eye(4)]}, ("transition: action 1", "(5, 5)", "(4, 4)")),
-        ({"transition": 0.5 * arrays()[0]}, ("transition: state 0, action 0", "sum 0.5")),
+        ({"transition": 0.5 * arrays()[0]}, ("transition: state 0, action 0", "sum to 0.5")),
         ({"reward": np.full(5, np.inf)}, ("rewards", "inf")),
         ({"horizon": 0}, ("horizon", "0")),
         ({"terminal": [5]}, ("terminal", "state 5")),
@@ -388,12 +388,12 @@ def test_duplicate_entries_of_a_sparse_table_add_up():
         (
             torch.tensor([[0.5], [1.0]], dtype=F64).to_sparse(),
             ValueError,
-            ("transition: state 0, action 0", "sum 0.5"),
+            ("transition: state 0, action 0", "sum to 0.5"),
         ),
         (
             torch.tensor([[0.0], [1.0]], dtype=F64).to_sparse(),
             ValueError,
-            ("transition: state 0, action 0", "sum 0"),
+            ("transition: state 0, action 0", "sum to 0;"),
         ),
     ],
 )

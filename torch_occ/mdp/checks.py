@@ -159,19 +159,15 @@ def _count_actions(
 def check_actions(mdp: LayeredMDP) -> None:
     """Check that every state has an action, and the shapes of masks."""
     expected, mask = (mdp.num_states, mdp.num_actions), mdp.actions
-    if mask.dtype != torch.bool or tuple(mask.shape) != expected:
-        found = f"{mask.dtype} of shape {tuple(mask.shape)}"
-        raise unexpected("actions", f"a boolean mask of shape {expected}", found)
-    if mask.device != mdp.device:
-        raise ValueError(
-            f"actions: is on {mask.device}, the transitions are on {mdp.device}; move one of them"
-        )
+    if (mask.dtype, mask.shape, mask.device) != (torch.bool, expected, mdp.device):
+        found = f"{mask.dtype} of shape {tuple(mask.shape)} on {mask.device}"
+        raise unexpected("actions", f"a boolean mask of shape {expected} on {mdp.device}", found)
     empty = (~mask.any(-1)).nonzero()
     if len(empty):
         raise ValueError(
             f"actions: {mdp.locate(int(empty[0]))} has no action; give every state at least one"
         )
-    if tuple(mdp.origin.shape) != (mdp.num_states,):
+    if mdp.origin.shape != (mdp.num_states,):
         raise unexpected("origin", f"shape ({mdp.num_states},)", tuple(mdp.origin.shape))
 
 

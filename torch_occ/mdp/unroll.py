@@ -1,8 +1,7 @@
 """Unrolling: from an ordinary finite MDP to layers.
 
 The layered MDP has one copy of a state for every step at which the state can be occupied. The
-finite MDP is a list of outcomes (state, action, next state, probability), and so is every layer,
-until `layer_tensor` converts it to the form that `LayeredMDP` stores.
+finite MDP is a list of outcomes (state, action, next state, probability), and so is every layer.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torch_occ.mdp.checks import Table, as_tensor, check_rows, row_tolerance, unexpected
+from torch_occ.mdp.checks import Table, as_tensor, check_rows, unexpected
 
 #: Instead of a state: the episode is over. It is the `origin` of the absorbing end, and the next
 #: state of an outcome that ends the episode.
@@ -90,11 +89,21 @@ def finish(
             f"actions: state {int(idle[0])} has no action; give every state at least one, or name "
             "it in terminal"
         )
-    after = torch.where(ends[outcomes.next], ABSORBING, outcomes.next)
-    found = replace(outcomes, next=after, actions=actions & ~ends.unsqueeze(-1))
-    found = found.select(found.actions[found.state, found.action])
-    _check_outcomes(found)
-    return found
+    exist = actions & ~ends.unsqueeze(-1)
+    found = replace(outcomes, actions=exist).select(exist[outcomes.state, outcomes.action])
+    probability = found.probability.detach()
+    if not probability.is_floating_point():
+        raise unexpected("transition", "floating-point probabilities", probability.dtype)
+    entries = torch.stack([found.state, found.action, found.next], -1)
+    check_rows(
+        "transition",
+        probability,
+        ("state", "action"),
+        sums=found.sums(probability),
+        used=exist,
+        locate=lambda entry: entries[entry[0]].tolist(),
+    )
+    return replace(found, next=torch.where(ends[found.next], ABSORBING, found.next))
 
 
 def _entries(transition: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int, int]]:
@@ -107,19 +116,13 @@ def _entries(transition: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int
         kept = (transition != 0) | transition.requires_grad
         state, action, after = kept.nonzero(as_tuple=True)
         return state, action, after, transition[state, action, after], (shape[0], shape[1])
-    if isinstance(transition, Tensor) and transition.layout == torch.sparse_csr:
-        rows = torch.arange(shape[0], device=transition.device).repeat_interleave(
-            transition.crow_indices().diff()
-        )
-        index: tuple[Tensor, ...] = (rows, transition.col_indices().long())
-        values = transition.values()
-    elif isinstance(transition, Tensor):
-        transition = transition.to_sparse_coo().coalesce()
-        index, values = transition.indices().unbind(), transition.values()
-    elif hasattr(transition, "tocoo"):
+    if hasattr(transition, "tocoo"):
         matrix = transition.tocoo()
         index = tuple(torch.as_tensor(x, dtype=torch.long) for x in (matrix.row, matrix.col))
         values = torch.as_tensor(matrix.data)
+    elif isinstance(transition, Tensor):
+        transition = transition.to_sparse_coo().coalesce()
+        index, values = transition.indices().unbind(), transition.values()
     else:
         raise TypeError(
             f"transition: expected a tensor or a sparse matrix, got {type(transition).__name__}; "
@@ -132,25 +135,6 @@ def _entries(transition: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int
     num_actions = shape[0] // shape[1]
     state, action = index[0] // num_actions, index[0] % num_actions
     return state, action, index[1], values, (shape[1], num_actions)
-
-
-def _check_outcomes(outcomes: Outcomes) -> None:
-    """Report a bad row with the user's own state numbers, before layers exist."""
-    probability = outcomes.probability.detach()
-    if not probability.is_floating_point():
-        raise unexpected("transition", "floating-point probabilities", probability.dtype)
-    sums = outcomes.sums(probability)
-    improper = outcomes.sums((~(probability >= 0) | probability.isinf()).to(probability.dtype)) > 0
-    wrong = improper | ((sums - 1).abs() > row_tolerance(probability.dtype))
-    wrong = (outcomes.actions & wrong).nonzero()
-    if len(wrong):
-        state, action = wrong[0].tolist()
-        row = probability[(outcomes.state == state) & (outcomes.action == action)]
-        smallest = float(row.min()) if len(row) else 0.0
-        raise ValueError(
-            f"transition: state {state}, action {action}: expected non-negative probabilities that "
-            f"sum to 1, got smallest {smallest:.12g} and sum {float(sums[state, action]):.12g}"
-        )
 
 
 def unroll(
