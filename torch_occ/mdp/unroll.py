@@ -79,8 +79,8 @@ def finish(
             raise ValueError(f"terminal: state {state} is not one of the {shape[0]} states")
     actions = outcomes.actions if actions is None else actions
     if actions.dtype != torch.bool or tuple(actions.shape) != shape:
-        found = f"{actions.dtype} {tuple(actions.shape)}"
-        raise unexpected("actions", f"a boolean mask of shape {shape}", found)
+        given = f"{actions.dtype} {tuple(actions.shape)}"
+        raise unexpected("actions", f"a boolean mask of shape {shape}", given)
     ends = torch.zeros(shape[0], dtype=torch.bool, device=device)
     ends[list(terminal)] = True
     idle = (~actions.any(-1) & ~ends).nonzero()
