@@ -259,14 +259,14 @@ class Composition:
         self.others: list[tuple[Regularizer, WeightRow]] = []  # functions that users wrote
         for part, weight in regularizer.parts():
             if isinstance(part, TabularRegularizer):
-                self.terms += [self._weighted(part, i, weight) for i in range(len(part.table()))]
+                self.terms += [self._weighted(part, term, weight) for term in part.table()]
             else:
                 self.others.append((part, weight.row(self.factors)))
         for term in self.terms:
             for i in term.weight.factors | term.exponent.factors:
                 owner, key = self.factors[i]
-                if term.argument == "state" and owner is not None and key in owner.places():
-                    fit(owner.spread(str(key)), 1)  # refuses one value per pair
+                if term.argument == "state" and owner is not None and key:
+                    fit(owner.spread(key), 1)  # refuses one value per pair
         built_in = all(
             type(module).__module__.startswith(("torch_occ.", "torch.nn."))
             for module in regularizer.modules()
@@ -274,24 +274,21 @@ class Composition:
         #: What a user's regularizer must not change later; None if it is built in.
         self.known = None if built_in else self._structure()
 
-    def _weighted(self, part: TabularRegularizer, index: int, weight: Weight) -> Weighted:
-        term = part.table()[index]
-
-        def factor(x: float | str | Tensor | None, attribute: str) -> Weight:
-            """Return what a table says as a weight: a number, a parameter, or a user's tensor."""
-            if x is None or isinstance(x, int | float):
-                return Weight(1.0 if x is None else float(x))
-            key = x if isinstance(x, str) else (attribute, index)
-            return Weight(powers={tables.Factor(part, key): 1.0})
+    def _weighted(self, part: TabularRegularizer, term: Term, weight: Weight) -> Weighted:
+        def factor(x: float | str | None) -> Weight:
+            if isinstance(x, str):
+                return Weight(powers={tables.Factor(part, x): 1.0})
+            if isinstance(x, Tensor):
+                raise TypeError(
+                    f"{type(part).__name__}.table: expected numbers and names of parameters, got a "
+                    "tensor"
+                )
+            return Weight(1.0 if x is None else float(x))
 
         p = term.function.p if isinstance(term.function, tables.Power) else 0.0
-        own = factor(term.weight, "weight").times(factor(term.parameter, "parameter"))
-        return Weighted(
-            term.argument,
-            type(term.function),
-            own.times(weight).row(self.factors),
-            factor(p, "exponent").row(self.factors),
-        )
+        own = factor(term.weight).times(factor(term.parameter)).times(weight)
+        rows = own.row(self.factors), factor(p).row(self.factors)
+        return Weighted(term.argument, type(term.function), *rows)
 
     def _structure(self) -> list[tuple[Regularizer, list[Any]]]:
         tables = [
@@ -315,11 +312,8 @@ class Composition:
         for leaf, terms in self._structure():
             known = [before for each, before in self.known or () if each is leaf]
             if terms not in known:
-                change = (
-                    f"its terms were {known[0]}, and are {terms} now"
-                    if known
-                    else (f"{type(leaf).__name__} was added after the first use")
-                )
+                change = f"{type(leaf).__name__} was added after the first use"
+                change = f"its terms were {known[0]}, and are {terms} now" if known else change
                 raise RuntimeError(f"regularizer: {change}; make a new FTRLStep(mdp, regularizer)")
 
     def weigh(self, values: Sequence[Any]) -> Weights:

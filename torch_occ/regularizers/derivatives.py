@@ -51,8 +51,7 @@ class Evaluator:
             for name in own_parameter_names(module)
             if id(module) in users
         ]
-        named = [(owner, key if isinstance(key, str) else "") for owner, key in self.factors]
-        named += self.owners
+        named = [*self.factors, *self.owners]
         self.names = tuple(".".join(filter(None, (paths[id(x)], name))) for x, name in named)
         own = [x.event_dims(n) if isinstance(x, Parametrized) else None for x, n in self.owners]
         #: None for parameters of other modules, such as nn.Linear, which have no batch shape.
@@ -94,11 +93,15 @@ class Evaluator:
             ValueError: if one is not; the message names it.
         """
         for (owner, key), value in zip(self.factors, parameters, strict=False):
-            if isinstance(owner, Parametrized) and isinstance(key, str) and key:
+            if owner is not None and key:
                 owner.check_value(key, value)
-        others = self.composition.others
-        if others:
-            self._with(parameters, lambda: [part.validate() for part, _ in others])
+
+        def check() -> None:
+            for part, _ in self.composition.others:
+                part.validate()
+
+        if self.composition.others:
+            self._with(parameters, check)
 
     def batch_shapes(self, parameters: Sequence[Tensor]) -> dict[str, torch.Size]:
         """Return the batch shape of each parameter by name."""

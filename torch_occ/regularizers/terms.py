@@ -103,7 +103,7 @@ class Power:
 
     code: ClassVar[int] = 0
 
-    p: float | str | Tensor
+    p: float | str
 
     @staticmethod
     def at(x: Tensor, p: Tensor | float) -> Tensor:
@@ -135,46 +135,32 @@ class Log:
 
 @dataclass(frozen=True)
 class Term:
-    """weight * parameter * function(argument), summed over states or pairs.
-
-    Args:
-        weight: a number. A tensor, computed from parameters, is allowed, too.
-        parameter: the name of a parameter of the regularizer, or None.
-    """
+    """weight * parameter * function(argument), summed over states or pairs."""
 
     argument: Argument
     function: Power | XLogX | Log
-    weight: float | Tensor
-    parameter: str | None = None
+    weight: float
+    parameter: str | None = None  # its name
 
 
 # -- Weights as data: a constant, times powers of parameters, times a power of t -------------------
 
 
 class Factor(NamedTuple):
-    """What a weight depends on: t, a parameter, or a tensor that a user's code computes."""
+    """What a weight depends on: t, a parameter, or a schedule as a function of t."""
 
     owner: Parametrized | None  # None for t
-    #: The name of a parameter, "" for a schedule as a function of t, or a weight or exponent in a
-    #: table: the attribute, and the number of the term.
-    key: str | tuple[str, int] = ""
+    key: str = ""  # the name of the parameter
 
     def read(self, t: Tensor) -> Tensor:
         """Return the value now, which broadcasts against `(*batch, S, A)`."""
-        owner, key = self.owner, self.key
+        t, owner = spread_batch(t), self.owner
         if owner is None:
-            return spread_batch(t)
-
-        def compute() -> Tensor:
-            if not key:
-                return owner(spread_batch(t))
-            term = owner.table()[key[1]]
-            return term.weight if key[0] == "weight" else term.function.p
-
+            return t
         with alone():
-            if isinstance(key, str) and key:
-                return owner.spread(key)
-            found: Tensor = call_with(owner, owner.spread_all(2), compute)
+            if self.key:
+                return owner.spread(self.key)
+            found: Tensor = call_with(owner, owner.spread_all(2), lambda: owner(t))
             return found
 
 
