@@ -164,7 +164,7 @@ def test_a_missing_package_is_named(monkeypatch):
     ):
         occ.LayeredMDP.from_gymnasium("tabular/CliffWalking-v0", 3)
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with expect(ImportError, "pip install torch-occ[gymnasium]"):
+    with expect(ImportError, "pip install 'torch-occ[gymnasium]'"):
         occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 3)
 
 
