@@ -109,7 +109,7 @@ _PACKAGES = ("limits", "reference", "rivals", "theory")
 
 #: Where names of version 0.2 are now. They still work here, with a warning, until version 0.4.
 _MOVED = {
-    "mdp": "Plan RewardMDP RewardMap flow_adjoint flow_residual reachability",
+    "mdp": "Plan RewardMDP flow_adjoint flow_residual reachability",
     "limits": "LowerBound lower_bound",
     "game": (
         "CentredEstimator LearnerComparison Mean SelfBounding UncertifiedWarning "
@@ -140,6 +140,7 @@ _GONE = {
     "run_gradients": "differentiate occ.forecast; experiments/meta_gradients.py has the run's own",
     "KLProjection": "occ.rivals.UOBREPS projects; use cvxpy for a projection by itself",
     "Projection": "occ.rivals.UOBREPS projects; use cvxpy for a projection by itself",
+    "RewardMap": "imported MDPs have mdp.reward_range, mdp.loss and mdp.regret_in_rewards",
     "OSSB": "occ.rivals.Thompson has less regret; occ.limits.lower_bound has the limit",
     "PolicyOptimization": "use occ.FTRL.tsallis, which has less regret",
     "predict": "use occ.forecast where it is reliable, and occ.leap elsewhere",
