@@ -112,7 +112,7 @@ _MOVED = {
     "mdp": "Plan RewardMDP flow_adjoint flow_residual reachability",
     "limits": "LowerBound lower_bound",
     "game": (
-        "CentredEstimator LearnerComparison Mean MeanHints SelfBounding UncertifiedWarning "
+        "CentredEstimator LearnerComparison Mean SelfBounding UncertifiedWarning "
         "comparator self_bounding"
     ),
     "rivals": (
@@ -129,8 +129,9 @@ _GONE = {
     "AdaptiveFTRL": "use occ.ShiftedFTRL(mdp), or occ.FTRL.tsallis(mdp)",
     "AdaptiveRates": "use occ.ShiftedFTRL(mdp), or occ.FTRL.tsallis(mdp)",
     "Rates": "use occ.ShiftedFTRL(mdp), or occ.FTRL.tsallis(mdp)",
-    "Hints": "use occ.ShiftedFTRL(mdp, hints=occ.game.MeanHints())",
-    "GradientHints": "use occ.ShiftedFTRL(mdp, hints=occ.game.MeanHints())",
+    "Hints": "use occ.ShiftedFTRL(mdp), whose hints are means",
+    "MeanHints": "use occ.ShiftedFTRL(mdp), whose hints are means",
+    "GradientHints": "use occ.ShiftedFTRL(mdp), whose hints are means",
     "StabilityPenaltyMatching": "use occ.ShiftedFTRL(mdp), or occ.FTRL.tsallis(mdp)",
     "Estimate": "experiments/meta_gradients.py has estimates of gradients through a run",
     "Gradients": "experiments/meta_gradients.py has estimates of gradients through a run",
