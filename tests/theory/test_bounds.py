@@ -87,7 +87,7 @@ def test_the_explicit_adversarial_bound_is_the_sum_of_its_lemmas():
     t = torch.arange(1, T + 1, dtype=F64)
     C1, C2, _, _ = theory.bounds.proof_constants(MDP, parameters)
     penalty = (parameters.eta_step(t).sum() * parameters.gamma) * (C1 * math.sqrt(L * S * A) + C2)
-    stability = 8 * parameters.eta(t).sum() * theory.stability.worst_case_stability(MDP)
+    stability = 8 * parameters.eta(t).sum() * theory.terms.worst_case_stability(MDP)
     rest = 2 * L + 64 * L * S * A * math.log(T) + (1 + 0.4) * S * A / (1.7 * math.sqrt(T))
     found = float(theory.adversarial_bound(MDP, parameters, number(T)))
     assert float(theory.lower_order(MDP, parameters, number(T))) == pytest.approx(rest)
@@ -164,7 +164,7 @@ def test_the_gap_as_printed_is_negative_at_the_optimal_action():
     printed = [float(Q[a] - min(Q[b] for b in range(3) if b != a)) for a in range(3)]
     assert printed == pytest.approx([-0.3, 0.3, 0.7])
     assert gap[0].tolist() == pytest.approx([0.0, 0.3, 0.7])
-    assert theory.penalty.outside(gap, best) == pytest.approx(1.0)
+    assert theory.terms.outside(gap, best) == pytest.approx(1.0)
 
 
 # -- conditions ------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def test_with_every_checkpoint_the_sums_are_exact():
     limit = theory.penalty_bound(MDP, q, best, plan.policy, alpha)
     inverse = theory.inverse_hessian(MDP, theory.curvatures.curvature(MDP, q, alpha))
     norms = theory.expected_norm(MDP, q, inverse, MEAN.expand_as(q), MEAN.expand_as(q))
-    first_step = theory.stability.first_step_bound(MDP, q, alpha)
+    first_step = theory.terms.first_step_bound(MDP, q, alpha)
     adaptive = theory.stability_bound(MDP, q, plan.policy, alpha)
     expected = {
         "regret": history.regret[:, -1],

@@ -5,7 +5,7 @@ import torch
 from theory_cases import F64, bandit, check, masked, tightest
 
 import torch_occ as occ
-from experiments.theory import draw_policy
+from experiments.statements import draw_policy
 from torch_occ import theory
 
 MDP = occ.LayeredMDP.random(3, 2, 3, seed=1)

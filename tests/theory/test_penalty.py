@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from theory_cases import F64, bandit, cases, check, fan, masked, one_hot, tightest
 
 import torch_occ as occ
-from experiments.theory import draw_mapping, draw_policy
+from experiments.statements import draw_mapping, draw_policy
 from torch_occ import theory
 
 
@@ -134,7 +134,7 @@ def test_a_mapping_has_the_value_that_the_decomposition_uses():
     """h_s(pi) = 1 + alpha (A - 1) for every mapping, A the actions of that state."""
     mdp = masked()
     mapping = draw_mapping(mdp, torch.Generator().manual_seed(0))
-    found = theory.penalty.state_regularizer(mdp, mapping, 0.5)
+    found = theory.terms.state_regularizer(mdp, mapping, 0.5)
     torch.testing.assert_close(found, 1 + 0.5 * (mdp.actions.sum(-1).to(F64) - 1))
 
 
