@@ -33,18 +33,6 @@ def test_the_coefficients_by_hand():
     assert pytest.approx(math.sqrt(L * S * A)) == D
 
 
-def test_the_papers_parameters_turn_the_general_theorem_into_the_main_one():
-    """X = B + 1 + 1/sqrt A <= 2 B, Y = D + sqrt(L S) <= 2 D, Z = 3 D: thm:main up to constants."""
-    for horizon, width, actions in ((1, 1, 2), (3, 3, 4), (10, 2, 9)):
-        mdp = occ.LayeredMDP.random(horizon, width, actions)
-        (X, Y, Z), (B, D) = theory.main_general(mdp, theory.Parameters.paper(mdp)), theory.main(mdp)
-        assert pytest.approx(B + 1 + actions**-0.5) == X
-        assert pytest.approx(D + math.sqrt(horizon * mdp.num_states)) == Y
-        assert pytest.approx(3 * D) == Z
-        assert X <= 2 * B
-        assert Y <= 2 * D
-
-
 @settings(max_examples=30)
 @given(cases())
 def test_the_summands(case):

@@ -114,14 +114,6 @@ def test_a_state_of_one_action_is_the_limit_of_a_stiff_one():
     torch.testing.assert_close(found[exists][:, exists], expected, rtol=1e-9, atol=1e-12)
 
 
-def test_what_the_recursion_refuses():
-    mdp = masked()
-    with pytest.raises(ValueError, match="alpha: the recursion needs a positive number, got 0"):
-        theory.curvatures.curvature(mdp, occ.interior_point(mdp), 0.0)
-    with pytest.raises(ValueError, match="M_k is finite only if"):
-        recursive_hessian(mdp, theory.curvatures.curvature(mdp, occ.interior_point(mdp), 0.5), 1)
-
-
 # -- properties ------------------------------------------------------------------------------------
 
 
