@@ -130,35 +130,23 @@ def test_errors_speak_of_the_states_of_the_table(arguments, fragments):
 # -- states that no policy reaches -------------------------------------------------------------
 
 
-def partly_unreachable():
-    """Layers of 3, 3, 2. States 1, 4 and 6 are out of reach.
-
-    Only masked pairs and unreachable states lead there.
-    """
-    first = torch.tensor(
-        [[[0.5, 0.0, 0.5], [0.0, 1.0, 0.0]], [[0, 1, 0], [0, 1, 0]], [[0.25, 0, 0.75], [1, 0, 0]]],
-        dtype=F64,
-    )
-    second = torch.tensor([[[0.0, 1.0], [0, 1]], [[1, 0], [1, 0]], [[0, 1], [1, 0]]], dtype=F64)
+def test_prune_keeps_what_is_reached():
+    """Only masked pairs and unreachable states lead to the states 1, 4 and 6."""
+    first = [[[0.5, 0, 0.5], [0, 1, 0]], [[0, 1, 0], [0, 1, 0]], [[0.25, 0, 0.75], [1, 0, 0]]]
+    second = [[[0.0, 1], [0, 1]], [[1, 0], [1, 0]], [[0, 1], [1, 0]]]
     actions = torch.ones(8, 2, dtype=torch.bool)
     actions[0, 1] = actions[5, 1] = False
+    layers = [torch.tensor(P, dtype=F64) for P in (first, second, [[[1]] * 2] * 2)]
     initial = torch.tensor([0.5, 0.0, 0.5], dtype=F64)
-    return occ.LayeredMDP(
-        [first, second, torch.ones(2, 2, 1, dtype=F64)], actions=actions, initial=initial
-    )
-
-
-def test_prune_keeps_what_is_reached():
-    mdp = partly_unreachable()
+    mdp = occ.LayeredMDP(layers, actions=actions, initial=initial)
     assert mdp.reachable.tolist() == [True, False, True, True, False, True, False, True]
     pruned = mdp.prune()
     assert pruned.layer_sizes == (2, 2, 1)
     assert pruned.origin.tolist() == [0, 2, 3, 5, 7]
     assert pruned.prune() is pruned
     policy = occ.uniform_policy(mdp)
-    assert torch.equal(
-        occ.occupancy(pruned, pruned.lift(policy)), occ.occupancy(mdp, policy)[pruned.origin]
-    )
+    q = occ.occupancy(pruned, pruned.lift(policy))
+    assert torch.equal(q, occ.occupancy(mdp, policy)[pruned.origin])
 
 
 def test_in_a_batch_a_state_is_reachable_if_every_element_reaches_it_by_whatever_way():

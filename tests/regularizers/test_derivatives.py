@@ -1,7 +1,7 @@
 import pytest
 import torch
 from torch.autograd.functional import hessian as autograd_hessian
-from zoo import PROBLEMS, REGULARIZERS, Centred, Coupled, random_loss, random_point
+from zoo import PROBLEMS, REGULARIZERS, Centred, Coupled, random_point
 
 import torch_occ as occ
 from torch_occ.regularizers.derivatives import Blocks, Evaluator, Full, Separable, derivatives
@@ -99,41 +99,6 @@ def test_sums_of_levels(levels, kind, problem):
     assert type(found.hessian) is kind
     separate = [on_pairs(mdp, derive(mdp, parts[level], q, 4.0)) for level in levels]
     close(on_pairs(mdp, found), [sum(x) for x in zip(*separate, strict=True)], 1e-14)
-
-
-# -- closed forms ----------------------------------------------------------------------------------
-
-CLOSED = {  # d, w, c at x = q(s, a), r = q(s) - q(s, a), u = q(s), y = 1 - q(s, a)
-    "Tsallis": (occ.Tsallis(0.25), lambda x, r, u, y: (0.25 * 0.75 * x**-1.75, 0 * x, 0 * u)),
-    "HybridTsallis": (
-        occ.HybridTsallis(0.5),
-        lambda x, r, u, y: (x**-1.5 / 4, 0.5 * r**-1.5 / 4, 0 * u),
-    ),
-    "HybridComplement": (
-        occ.HybridComplement(0.5),
-        lambda x, r, u, y: (x**-1.5 / 4 + 0.5 * y**-1.5 / 4, 0 * x, 0 * u),
-    ),
-    "Shannon": (occ.Shannon(), lambda x, r, u, y: (1 / x, 0 * x, 0 * u)),
-    "ConditionalEntropy": (occ.ConditionalEntropy(), lambda x, r, u, y: (1 / x, 0 * x, -1 / u)),
-    "LogBarrier": (occ.LogBarrier(3.0), lambda x, r, u, y: (3 / x**2, 0 * x, 0 * u)),
-}
-
-
-@pytest.mark.parametrize(("psi", "closed"), CLOSED.values(), ids=CLOSED)
-def test_closed_forms_of_the_second_derivatives(psi, closed):
-    """Every entry is accurate relative to its own size, where one action has nearly all of q(s)."""
-    mdp = occ.LayeredMDP.random(3, 2, 3, seed=2)
-    policy = random_loss(mdp, 60.0, seed=3).neg().softmax(-1)
-    q = occ.occupancy(mdp, policy)
-    assert float(q.min()) < 1e-15
-    rest = torch.stack([q[:, [1, 2]].sum(-1), q[:, [0, 2]].sum(-1), q[:, [0, 1]].sum(-1)], -1)
-    zero, layers = torch.zeros(1, dtype=F64), mdp.split(q, 0)
-    elsewhere = [layer.sum(-1).flip(0) if len(layer) > 1 else zero for layer in layers]
-    elsewhere = torch.cat(elsewhere)
-    expected = closed(q, rest, q.sum(-1), rest + elsewhere.unsqueeze(-1))
-    hessian = derive(mdp, psi, q).hessian
-    for x, y in zip((hessian.d, hessian.w, hessian.c), expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-14, atol=0)
 
 
 # -- parameters from outside -----------------------------------------------------------------------
