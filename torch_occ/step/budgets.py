@@ -184,7 +184,7 @@ class _MultiplierSearch:
 
     def climb(self, share: Array, start: Tensor, y: Array, running: Array) -> _Point:
         """Newton's method on the multipliers, for shares of the loss."""
-        now = self.at(share, y, start)
+        kept = now = self.at(share, y, start)
         status, dual = np.full(len(y), float(Status.MAX_STEPS)), np.full(len(y), np.nan)
         patience, best = np.full(len(y), 3), np.full(len(y), np.inf)
         for _ in range(_STEPS):
@@ -203,7 +203,9 @@ class _MultiplierSearch:
                 response, curvature = self.respond(now.solution.q)
             if final.any():
                 left = self.error_of(now, response, curvature) if now.y.any() else 0.0
-                dual[final] = np.maximum(now.dual_residual, left)[final]
+                left = np.maximum(now.dual_residual, left)
+                better = final & ~(left >= dual)
+                dual, kept = np.where(better, left, dual), kept.merge(now, better)
                 good = (dual <= self.tolerance) | (share < 1)
                 # Some more steps are tried: rounding errors may be smaller there.
                 done = final & (good | (patience < -_RETRIES))
@@ -218,6 +220,7 @@ class _MultiplierSearch:
             most = _GROWTH * (now.y + self.natural)
             step = _best_multipliers(curvature, now.excess, now.y, most, self.eps) - now.y
             now = self.move(share, now, step, running, error)
+        now = now.merge(kept, ~np.isnan(dual))._replace(steps=now.steps)
         certificate = now.solution.certificate.clone()
         dual = np.where(np.isnan(dual), now.dual_residual, dual)
         for column, x in ((0, status), (1, now.steps), (4, dual)):
@@ -238,8 +241,8 @@ class _MultiplierSearch:
             maybe = (weights * now.excess).sum(-1) > self.tolerance * np.abs(allowed)
             if not (maybe & running & ~found).any():
                 continue
-            least = least_cost(self.setting.mdp, self.weigh(weights)).expand(self.batch)
-            least = least.reshape(-1).numpy(force=True)
+            cheapest = least_cost(self.setting.mdp, self.weigh(weights)).expand(self.batch)
+            least = cheapest.reshape(-1).numpy(force=True)
             proved = least - allowed > self.tolerance * (np.abs(least) + np.abs(allowed))
             proved = proved & running & ~found
             now.proof[proved] = weights[proved]
@@ -339,7 +342,7 @@ def _solve_positive(C: Array, target: Array, positive: Array) -> Array:
     both = positive[:, :, None] & positive[:, None]
     matrix = torch.from_numpy(np.where(both, C, np.eye(C.shape[-1])))
     right = torch.from_numpy(np.where(positive, target, 0.0)[..., None])
-    return torch.linalg.solve_ex(matrix, right).result.numpy()[..., 0]  # type: ignore[no-any-return]
+    return torch.linalg.solve_ex(matrix, right).result.numpy()[..., 0]
 
 
 # -- Derivatives -----------------------------------------------------------------------------------

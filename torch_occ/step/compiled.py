@@ -525,7 +525,9 @@ class CompiledStep:
         values = [number(x) for x in (t, *parameters)]
         if type(values[0]) is not float:
             values[0] = values[0][..., None, None]
-        return partial(CompiledSystem, self, self.world_of(None), self.weigh(values))
+        world = self.world_of(None)
+        assert world is not None
+        return partial(CompiledSystem, self, world, self.weigh(values))
 
     # -- on the torch path -------------------------------------------------------------------------
 
