@@ -116,8 +116,8 @@ _MOVED = {
         "comparator self_bounding"
     ),
     "rivals": (
-        "Bonus CountingLearner EULER KLUCB MultiLayerUCBVI PSRL StrongEuler Thompson UCBVI "
-        "UOBREPS UnknownFTRL Widths empirical_transitions upper_occupancy"
+        "CountingLearner EULER KLUCB MultiLayerUCBVI PSRL StrongEuler Thompson UCBVI "
+        "UOBREPS UnknownFTRL Widths empirical_transitions"
     ),
     "tuning": "Evaluation Forecast ForecastObjective Leaps Tuned World stack",
     "sweeps": "Failure SweepResult",
@@ -142,6 +142,8 @@ _GONE = {
     "Projection": "occ.rivals.UOBREPS projects; use cvxpy for a projection by itself",
     "RewardMap": "imported MDPs have mdp.reward_range, mdp.loss and mdp.regret_in_rewards",
     "OSSB": "occ.rivals.Thompson has less regret; occ.limits.lower_bound has the limit",
+    "Bonus": "occ.rivals.UnknownFTRL(mdp, psi, widths=..., bonus=True) has that of its widths",
+    "upper_occupancy": "occ.rivals.UOBREPS and UnknownFTRL use such bounds",
     "PolicyOptimization": "use occ.FTRL.tsallis, which has less regret",
     "predict": "use occ.forecast where it is reliable, and occ.leap elsewhere",
     "Prediction": "use occ.forecast where it is reliable, and occ.leap elsewhere",
