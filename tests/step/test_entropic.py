@@ -50,7 +50,7 @@ def constants(psi: occ.Regularizer, t: float) -> tuple[float, float]:
     with torch.no_grad():
         composition = Composition(psi)
         weight, price = entropic.entropy_of(composition, composition.values(tensor(t)))
-    return float(weight), float(price)
+    return weight.item() if len(weight) == 1 else weight, price.item()
 
 
 @pytest.mark.parametrize("psi", ENTROPIES)
@@ -65,11 +65,18 @@ def test_a_common_offset_of_the_losses_changes_nothing(psi):
 # -- the solution ----------------------------------------------------------------------------------
 
 
+def per_state(mdp: occ.LayeredMDP) -> occ.Regularizer:
+    """As the dilated entropy of a treeplex; the closed form has one temperature per state."""
+    rates = random_loss(mdp, seed=7)[..., 0] + 0.1
+    return occ.ConditionalEntropy() / occ.Constant(occ.PerState(mdp, rates))
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e3, 1e6, 1e9, 1e12])
-@pytest.mark.parametrize("psi", ENTROPIES)
+@pytest.mark.parametrize("psi", [*ENTROPIES, "per_state"])
 @pytest.mark.parametrize("model", MODELS)
 def test_solutions_have_all_their_digits(model, psi, scale):
-    mdp, psi = MODELS[model](), ENTROPIES[psi]
+    mdp = MODELS[model]()
+    psi = per_state(mdp) if psi == "per_state" else ENTROPIES[psi]
     loss = random_loss(mdp, scale, seed=1)
     with mp.workdps(60):
         exact = solve_exactly(mdp, loss, *constants(psi, 3.0))
@@ -85,7 +92,7 @@ def test_solutions_have_all_their_digits(model, psi, scale):
 
 @pytest.mark.parametrize("psi", ENTROPIES)
 def test_the_jacobian_is_that_of_the_equations(psi):
-    entropy = entropic.Entropy(*(tensor(x) for x in constants(ENTROPIES[psi], 2.0)))
+    entropy = entropic.Entropy(*(tensor([x]) for x in constants(ENTROPIES[psi], 2.0)))
     loss, guess = random_loss(MDP, 5.0), occ.interior_point(MDP).sum(-1).log() - 0.3
 
     def off(guess: Tensor) -> Tensor:
@@ -362,6 +369,25 @@ class Crowd(TabularRegularizer):
 
     def table(self) -> tuple[Term, ...]:
         return (Term("state", XLogX(), 1.0),)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "engine"])
+def test_what_is_certified_beside_huge_values_is_right(backend):
+    """Found by experiments.fuzz: rounding of values that belong to states must not reach q."""
+    # A dead state is the first of its layer, and has a value of -1e6.
+    to = torch.eye(2, dtype=torch.float64)
+    dead = occ.LayeredMDP([to[None, [0, 1, 1]], torch.ones(2, 3, 1, dtype=torch.float64)])
+    one = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)])
+    cases = (
+        (dead, [[1e6, 0.0, 3.1], [0.0] * 3, [0.0] * 3], occ.Shannon() / occ.Constant(60.0), 2),
+        (one, [[5.0, 0.0]], occ.Shannon() + Crowd() * 9249191.4, 0),
+    )
+    for mdp, loss, psi, place in cases:
+        solution = occ.FTRLStep(mdp, psi, backend=backend).solve(tensor(loss), check=False)
+        gap = 3.1 * 60.0 if mdp is dead else 5.0
+        if bool(solution.converged) or backend == "auto":
+            ratio = solution.q[0, place] / solution.q[0, 1]
+            assert ratio.item() == pytest.approx(math.exp(-gap), rel=1e-11, abs=0)
 
 
 def beach(size: int = 10, horizon: int = 15) -> tuple[occ.LayeredMDP, Tensor]:
