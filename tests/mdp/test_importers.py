@@ -122,7 +122,7 @@ def test_a_missing_package_is_named(monkeypatch):
     with expect("'tabular/CliffWalking-v0' needs a package that is not", "jax", error=ImportError):
         occ.LayeredMDP.from_gymnasium("tabular/CliffWalking-v0", 3)
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with expect("pip install torch-occ[gymnasium]", error=ImportError):
+    with expect("pip install 'torch-occ[gymnasium]'", error=ImportError):
         occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 3)
 
 
