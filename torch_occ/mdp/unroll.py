@@ -122,7 +122,7 @@ def outcomes_of(transition: Any) -> Outcomes:
     if len(shape) != 3 or shape[0] != shape[2]:
         raise unexpected("transition", "a sparse table of shape (S, A, S) or (S * A, S)", shape)
     everything = torch.ones(shape[:2], dtype=torch.bool, device=values.device)
-    return Outcomes(*index, values, everything)
+    return Outcomes(index[0], index[1], index[2], values, everything)
 
 
 def unroll(
