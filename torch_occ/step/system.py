@@ -327,8 +327,8 @@ def _largest(residual: Tensor, unit: Tensor) -> Tensor:
 #
 # - Small MDPs form M and factor it.
 # - Wide and sparse MDPs only apply M, in conjugate gradients.
-# - Others proceed layer by layer, as in a Kalman filter. Y_k is the covariance that arrives in layer
-#   k, and K_k the information there:
+# - Others proceed layer by layer, as in a Kalman filter. Y_k is the covariance that arrives in
+#   layer k, and K_k the information there:
 #
 #       Yhat_k = (Y_k^-1 + K_k)^-1,        Y_{k+1} = Q_{k+1} + P_p' Yhat_k P_p.
 
