@@ -1,4 +1,4 @@
-"""The step with a convex function of features of q, by the conditions of optimality and finite differences."""
+"""The step with a convex function of features of q: conditions of optimality, derivatives."""
 
 import pytest
 import torch
