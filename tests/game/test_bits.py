@@ -58,7 +58,7 @@ LEARNERS = {
         mdp, PSI["powers"](mdp), occ.ReducedVariance(occ.Polynomial(0.2, 0.37))
     ),
     "full information": lambda mdp: occ.FTRL(mdp, PSI["paper"](mdp), occ.FullInformation()),
-    "mean hints": lambda mdp: occ.ShiftedFTRL(mdp, occ.LogBarrier(3.0), hints=occ.game.MeanHints()),
+    "mean hints": lambda mdp: occ.ShiftedFTRL(mdp, occ.LogBarrier(3.0)),
     "shifted": occ.ShiftedFTRL,
     "frozen": lambda mdp: occ.ShiftedFTRL(mdp, budget=0.02, ledger="frozen"),
     "ucbvi": lambda mdp: occ.rivals.UCBVI(mdp, 3000),

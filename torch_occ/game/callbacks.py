@@ -150,10 +150,8 @@ class TensorBoard(Callback):
         # TensorBoard sorts charts by name, capitals first: "Regret" is the first group, and
         # "theta", whose charts are mostly constant, comes late.
         theta = {f"theta/{name}": value for name, value in parameters(run.learner, run.t).items()}
-        believed = run.learner.monitor(run.mdp, run.q)
-        belief = {f"belief/{name}": value for name, value in believed.items()}
         curves = self._curves(run, len(run.recorded) - 1)
-        self._scalars(curves | self._policy(run) | belief | theta, run.t)
+        self._scalars(curves | self._policy(run) | theta, run.t)
         if self.images_per_decade and (run.t >= self.next_image or run.t == run.episodes):
             self._heat_map(run)
             self.next_image = run.t * 10 ** (1 / self.images_per_decade)
