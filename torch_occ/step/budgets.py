@@ -517,5 +517,4 @@ def solve_with_budgets(
     q, value, certificate = ImplicitSolution.apply(equation, *tensors)
     m = len(budgets)
     slack = limits - (costs * q.unsqueeze(-3)).sum((-2, -1))
-    name = "torch" if engine is None else "engine"
-    return Solution(q, value[..., :-m], certificate, name, value[..., -m:], slack)
+    return Solution(q, value[..., :-m], certificate, engine is not None, value[..., -m:], slack)
