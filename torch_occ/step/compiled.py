@@ -342,7 +342,7 @@ class CompiledStep:
         # The user gets a copy of failures, because derivatives read them later.
         certificate = certificate if converged else certificate.copy()
         marks = torch.from_numpy(certificate.reshape(*batch, 5))
-        return Solution(found[0], found[1], marks, "engine"), converged
+        return Solution(found[0], found[1], marks, True), converged
 
     def tensors(self, batch: torch.Size, q: Floats, v: Floats) -> tuple[Tensor, Tensor]:
         """Return rows of pairs and of states as tensors that share their memory."""
