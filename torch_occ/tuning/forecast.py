@@ -29,7 +29,7 @@ from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import optimal_policy, policy_of, reachability
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.step.linearization import Linearization
+from torch_occ.step.implicit import Linearization
 
 # -- Sums over very many episodes from few evaluations ---------------------------------------------
 #
@@ -216,7 +216,7 @@ def _first_mean(mdp: LayeredMDP, losses: LossProcess, start: int) -> Tensor:
 #     E <q_t, mean_t> = <q(t, Lbar), mean_t>  -  1/2 <d/ds Pi(Lbar + s mean_t), C_{t-1}>,
 #                           drift                             noise
 #
-# where Pi is the response of q to the loss (torch_occ.step.linearization) and C_t = sum of
+# where Pi is the response of q to the loss (torch_occ.step.implicit) and C_t = sum of
 # Cov(loss_estimate) along the path, which contains the joint probabilities of visiting two pairs in
 # one episode. Everything is smooth on the scale of t, so few values of t are enough. All of them
 # are solved as one batch.
