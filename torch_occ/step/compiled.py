@@ -236,10 +236,6 @@ _ALONE = 16
 
 _ONLY = np.zeros(1, dtype=np.int64)
 
-#: Each for one MDP, and for an MDP for every element.
-_SOLVE = (kernels.solve_steps, kernels.solve_steps_of_models)
-_LINEAR = (kernels.solve_linear, kernels.solve_linear_of_models)
-
 
 class CompiledStep:
     """min ⟨q, loss⟩ + psi_t(q) in compiled kernels, for tensors outside torch.func transforms."""
@@ -326,7 +322,7 @@ class CompiledStep:
         q, v, certificate = self._empty(count, 5)
         given = (rows(loss, batch, 2), rows(start, batch, 2), q, v, certificate)
         limits = (self.tolerance, self.options.max_steps)
-        self.run(world, batch, _SOLVE, terms, entropies, *given, *limits)
+        self.run(world, batch, kernels.solve_steps, terms, entropies, *given, *limits)
         statuses = certificate[:, 0]
         if self.in_logs and not np.isfinite(q).all():
             lost = ~np.isfinite(q.reshape(count, -1)).all(-1)
@@ -460,7 +456,7 @@ class CompiledStep:
         count = batch.numel()
         u, m, _ = self._empty(count, 0)
         bars = np.empty((wanted, count, terms.shape[2]))
-        self.run(world, batch, _LINEAR, terms, None, q, x, r, u, m, bars)
+        self.run(world, batch, kernels.solve_linear, terms, None, q, x, r, u, m, bars)
         return u, m, bars
 
     def _empty(self, count: int, columns: int) -> tuple[Floats, Floats, Floats]:
@@ -472,7 +468,7 @@ class CompiledStep:
         self,
         world: MDPArrays,
         batch: torch.Size,
-        entries: Sequence[Callable[..., None]],
+        kernel: Callable[..., None],
         terms: Floats,
         entropies: Bools | None,
         *arguments: Any,
@@ -480,7 +476,6 @@ class CompiledStep:
         """Run a kernel over all elements, in several threads if the batch is large enough.
 
         Args:
-            entries: the kernel for one MDP, and the one for an MDP for every element.
             entropies: the elements that are solved in logarithms; None if all or none of them are.
         """
         model, count = world.model, batch.numel()
@@ -490,7 +485,7 @@ class CompiledStep:
                 memory = free.pop()
             except IndexError:
                 memory = _memory(model, terms.shape[2], 0, None)
-            entries[0](model, self.kinds, terms, *arguments, _ONLY, 0, 1, *memory[:2], None)
+            kernel(model, self.kinds, terms, *arguments, _ONLY, 0, 1, *memory[:2], None)
             free.append(memory)
             return
         owners = world.owners(batch) if world.batch_shape else None
@@ -505,7 +500,7 @@ class CompiledStep:
             order = arrays.plain_order(count, lanes)
         else:
             order = arrays.order_of(entropies, lanes)
-        kernel, groups = entries[owners is not None], len(order) // (lanes or 1)
+        groups = len(order) // (lanes or 1)
         threads = 1 if count < _ALONE else min(torch.get_num_threads(), groups)
         free = self.free[way, lanes, type(model.next_state)]
 
