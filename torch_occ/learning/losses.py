@@ -16,15 +16,17 @@ from torch_occ._support.private import (
     refuse_batched_derivatives,
     values_are_hidden,
     versions_of,
+    with_autograd,
 )
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import DenseLayer, Layer, Pattern, SparseLayer
-from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source
+from torch_occ.mdp.occupancy import flow_adjoint, flow_of, flow_residual, flow_source
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.terms import keep
 from torch_occ.step.entropic import entropy_of, push_forward
 from torch_occ.step.ftrl import FTRLStep
+from torch_occ.step.graph import step_of
 from torch_occ.step.solution import Budgets, Solution, check_like, place_of
 
 # -- Targets: occupancy measures that a plan should equal, checked before they are used ------------
@@ -39,10 +41,10 @@ class Moves(NamedTuple):
     """All transitions of an MDP as one sparse layer: one product serves all layers."""
 
     versions: list[int]
-    # From S * A pairs to S states. Pairs that do not exist lead back to the first state, where
-    # their mass is noticed.
-    layer: SparseLayer
-    sure: bool  # whether every move and the first state are certain
+    layer: SparseLayer  # from S * A pairs to S states
+    # If every move and the first state are certain, the next state of every pair: `num_states` in
+    # the last layer, -1 if the pair does not exist.
+    next: Tensor | None
 
 
 _MOVES: WeakKeyDictionary[LayeredMDP, Moves] = WeakKeyDictionary()
@@ -62,16 +64,49 @@ def moves_of(mdp: LayeredMDP) -> Moves:
         pairs.append(layer.pattern.pair + here.start * mdp.num_actions)
         following.append(layer.pattern.next + here.stop)
         found.append(layer.probabilities.detach())
-    sure = len(mdp.initial) == 1 and all(bool((p == 1).all()) for p in found)
-    pairs.append((~mdp.actions.flatten()).nonzero().flatten().int())
-    following.append(torch.zeros_like(pairs[-1]))
-    found.append(torch.ones_like(pairs[-1], dtype=mdp.dtype))
+    if not found:
+        empty = torch.zeros(0, dtype=torch.int32, device=mdp.device)
+        pairs, following, found = [empty], [empty], [empty.to(mdp.dtype)]
     pair, next_state = torch.cat(pairs), torch.cat(following)
     order = (pair.long() * mdp.num_states + next_state).argsort()
     sizes = (mdp.num_states, mdp.num_actions, mdp.num_states)
     whole = SparseLayer(Pattern(pair[order], next_state[order], sizes), torch.cat(found)[order])
+    sure = None
+    if len(mdp.initial) == 1 and bool((whole.probabilities == 1).all()):
+        sure = torch.where(mdp.actions.flatten(), mdp.num_states, -1)
+        sure[whole.pattern.pair] = whole.pattern.next.long()
     _MOVES[mdp] = Moves(versions, whole, sure)
     return _MOVES[mdp]
+
+
+class Probe(NamedTuple):
+    """Random numbers y over the constraints of a target, E target = b, as one product.
+
+    A target that meets them has ⟨weights, target⟩ = goal, and any other one has not.
+    """
+
+    versions: list[int]
+    weights: Tensor  # (S * A,), E'y; on pairs that do not exist any number but zero
+    goal: float  # ⟨y, b⟩
+
+
+_PROBES: WeakKeyDictionary[LayeredMDP, dict[bool, Probe]] = WeakKeyDictionary()
+
+
+def probe_of(mdp: LayeredMDP, empirical: bool) -> Probe:
+    """Return the probe of the flow constraints of a single MDP, or of unit mass per layer."""
+    versions, found = versions_of(mdp.probabilities), _PROBES.setdefault(mdp, {})
+    known = found.get(empirical)
+    if known is not None and versions and known.versions == versions:
+        return known
+    draw = torch.Generator().manual_seed(0)
+    size = mdp.horizon if empirical else mdp.num_states
+    y = torch.randn(size, generator=draw, dtype=torch.float64).to(mdp.initial)
+    weights = y[mdp.layer].unsqueeze(-1) if empirical else flow_adjoint(mdp, y).detach()
+    weights = torch.where(mdp.actions, weights, 1 + y.abs().max()).flatten()
+    goal = y.sum() if empirical else (y * flow_source(mdp).detach()).sum()
+    found[empirical] = Probe(versions, weights, float(goal))
+    return found[empirical]
 
 
 def check_target(
@@ -95,19 +130,26 @@ def check_target(
         tolerance = max(tolerance, tolerance_in(target.dtype))
         target = target.to(mdp.dtype)
     check_like("target", target, mdp)
+    least = -1.0
     if not values_are_hidden():
-        _check_polytope(mdp, target.detach(), tolerance, empirical)
+        least = float(target.detach().amin()) if target.numel() else 0.0
+        if not (least >= -tolerance and _meets_probe(mdp, target.detach(), empirical)):
+            _check_polytope(mdp, target.detach(), tolerance, empirical)
         if budgets is not None:
             _check_budgets(mdp, target.detach(), budgets, tolerance)
-    return target.clamp(min=0.0)
+    return target if least >= 0 else target.clamp(min=0.0)
+
+
+def _meets_probe(mdp: LayeredMDP, target: Tensor, empirical: bool) -> bool:
+    """Return whether a target meets its constraints up to rounding; False if it is not clear."""
+    if mdp.batch_shape:
+        return False
+    probe = probe_of(mdp, empirical)
+    off = target.flatten(-2) @ probe.weights - probe.goal
+    return not off.numel() or float(off.abs().amax()) <= 1024 * torch.finfo(off.dtype).eps
 
 
 def _check_polytope(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical: bool) -> None:
-    mass = target @ target.new_ones(mdp.num_actions)  # faster than a sum
-    if not (mdp.batch_shape or empirical):
-        off = mass - moves_of(mdp).layer.arrive(target) - flow_source(mdp).detach()
-        if float(off.abs().amax()) <= tolerance and float(target.amin()) >= -tolerance:
-            return
     wrong = (~target.isfinite() | (target < -tolerance)).nonzero()
     if len(wrong):
         raise ValueError(
@@ -121,7 +163,7 @@ def _check_polytope(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical
             "action does not exist"
         )
     if empirical:
-        layers = torch.stack([part.sum(-1) for part in mdp.split(mass, -1)], -1)
+        layers = torch.stack([part.sum((-2, -1)) for part in mdp.split(target, -2)], -1)
         wrong = ((layers - 1).abs() > tolerance).nonzero()
         if len(wrong):
             *batch, k = wrong[0].tolist()
@@ -339,18 +381,22 @@ def fenchel_young_loss(
         SolveError, TypeError, ValueError: as the step.
     """
     if torch.compiler.is_compiling():
-        return _between_graphs(
-            step, loss, target, t, warm_start=warm_start, mdp=mdp, empirical=empirical
-        )
+        return _in_graph(step, loss, target, t, warm_start, mdp, empirical)
     model = step.mdp if mdp is None else mdp
     target, t = check_target(model, target, step.constraints, empirical), step.episode(t)
-    solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
-    t = torch.as_tensor(t, dtype=model.dtype, device=model.device)
-    loss = loss.to(model.dtype)
-    if _only_the_loss_moves(step, t, model, target):
-        value = _gap(step, solution, loss, target, t, model.initial)
+    now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
+
+    def solve(loss: Tensor) -> Solution:
+        return step.solve(loss, t, warm_start=warm_start, mdp=mdp)
+
+    if _only_the_loss_moves(step, now, model, target):
+        with torch.no_grad():
+            solution = solve(loss)
+            value = _gap(step, solution, loss, target, now, model.initial)
+            slope = target - solution.q
         if bool(value.isfinite().all()):  # otherwise losses on masked pairs are not
-            return Envelope.apply(None, value, target - solution.q, solution.value, loss)
+            return Known.apply(lambda x: target - solve(x).q, value, slope, loss)
+    solution, t, loss = solve(loss), now, loss.to(model.dtype)
     loss = keep("pair", model, loss, 0.0)
     paid = (target * loss).sum((-2, -1)) + _psi_if_finite(step, target, t, model)
     return paid - optimal_value(step, solution, loss, t, model)
@@ -366,7 +412,27 @@ def _only_the_loss_moves(step: FTRLStep, t: Tensor, mdp: LayeredMDP, *others: Te
     return not any(x.requires_grad for x in fixed)
 
 
-@torch.no_grad()
+class Known(torch.autograd.Function):
+    """A known value with a known slope in the loss; `again` computes the slope differentiably."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, again: Callable[[Tensor], Tensor], value: Tensor, slope: Tensor, loss: Tensor
+    ) -> Tensor:
+        ctx.again = again
+        ctx.save_for_backward(slope, loss)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, bar: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_batched_derivatives(bar)
+        slope, loss = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the derivative is differentiated, too
+            slope = ctx.again(loss)
+        loss_bar = (bar[..., None, None] * slope).sum_to_size(loss.shape)
+        return None, None, None, loss_bar.to(loss.dtype)
+
+
 def _gap(
     step: FTRLStep,
     solution: Solution,
@@ -375,25 +441,94 @@ def _gap(
     t: Tensor,
     initial: Tensor,
 ) -> Tensor:
-    """Return the Fenchel-Young loss of an entropy, `(*batch,)`, without derivatives.
+    """Return the Fenchel-Young loss of an entropy, `(*batch,)`.
 
     By duality, ⟨q, loss⟩ + psi(q) = ⟨initial, v⟩ - kappa sum q.
     """
     composition = step.evaluator.composition
     weight, price = entropy_of(composition, composition.values(t))
-    pairs, states = _x_log_x(target).sum(-1), _x_log_x(target.sum(-1))
-    psi = (weight * pairs + (price - weight) * states).sum(-1)
-    best = (initial * solution.value[..., : initial.shape[-1]]).sum(-1)
-    paid = (target * loss).sum((-2, -1)) + psi
-    return paid - best if step.closed else paid - best + (price * solution.q.sum(-1)).sum(-1)
+    tiny = torch.finfo(target.dtype).tiny
+    mass = target @ target.new_ones(target.shape[-1])  # faster than a sum
+    logs = (target / mass.clamp(min=tiny).unsqueeze(-1)).clamp(min=tiny).log()
+    paid = torch.linalg.vecdot(target.flatten(-2), (loss + weight.unsqueeze(-1) * logs).flatten(-2))
+    gap = paid - solution.value[..., : len(initial)] @ initial
+    if step.closed:
+        return gap
+    return gap + (price * (mass * mass.clamp(min=tiny).log() + solution.q.sum(-1))).sum(-1)
 
 
-def _x_log_x(x: Tensor) -> Tensor:
-    return x * x.clamp(min=torch.finfo(x.dtype).tiny).log()  # faster than torch.special.entr
-
-
-#: torch.compile divides the graph here: the derivative of psi is computed by transforms.
+#: torch.compile divides the graph here, where more than the loss is differentiated.
 _between_graphs = outside_graphs(fenchel_young_loss)
+
+
+def _in_graph(
+    step: FTRLStep,
+    loss: Tensor,
+    target: Tensor,
+    t: Tensor | float | None,
+    warm_start: Tensor | None,
+    mdp: LayeredMDP | None,
+    empirical: bool,
+) -> Tensor:
+    """Return the loss inside a graph that is being recorded."""
+    others = (target, t, *step.parameters(), *step.mdp.probabilities)
+    if mdp is not None or any(isinstance(x, Tensor) and x.requires_grad for x in others):
+        given = {"warm_start": warm_start, "mdp": mdp, "empirical": empirical}
+        return _between_graphs(step, loss, target, t, **given)
+    now = torch.as_tensor(step.episode(t), dtype=step.mdp.dtype, device=step.mdp.device)
+    return fenchel_young(step.name_in_graphs, loss, target, now, warm_start, empirical)[0]
+
+
+@torch.library.custom_op(
+    "torch_occ::fenchel_young",
+    mutates_args=(),
+    schema="(str name, Tensor loss, Tensor target, Tensor t, Tensor? start, bool empirical)"
+    " -> (Tensor, Tensor)",
+)
+def fenchel_young(
+    name: str, loss: Tensor, target: Tensor, t: Tensor, start: Tensor | None, empirical: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the Fenchel-Young loss, and its slope in the loss."""
+    step = step_of(name)
+    with with_autograd(), torch.enable_grad():
+        batch = _batch_of(step, loss, target, t, start)
+        given = loss.detach().expand(*batch, *loss.shape[-2:]).requires_grad_()
+        value = fenchel_young_loss(step, given, target, t, warm_start=start, empirical=empirical)
+        # The loss of one element does not change the value of another.
+        (slope,) = torch.autograd.grad(value.sum(), given)
+    return value.detach(), slope.contiguous()
+
+
+def _batch_of(
+    step: FTRLStep, loss: Tensor, target: Tensor, t: Tensor, start: Tensor | None
+) -> torch.Size:
+    shapes = [x.shape[:-2] for x in (loss, target, start) if x is not None]
+    shapes += step.evaluator.batch_shapes(step.evaluator.parameters(t)).values()
+    return torch.broadcast_shapes(*shapes, t.shape, step.mdp.batch_shape)
+
+
+@fenchel_young.register_fake
+def _(
+    name: str, loss: Tensor, target: Tensor, t: Tensor, start: Tensor | None, empirical: bool
+) -> tuple[Tensor, Tensor]:
+    batch = _batch_of(step_of(name), loss, target, t, start)
+    value = loss.new_empty(batch, dtype=step_of(name).mdp.dtype)
+    return value, loss.new_empty(*batch, *loss.shape[-2:])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.shape = inputs[1].shape
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1])
+
+
+def _pull_back(ctx: Any, bar: Tensor, _: Any) -> tuple[Any, ...]:
+    (slope,) = ctx.saved_tensors
+    loss_bar = (bar[..., None, None] * slope).sum_to_size(ctx.shape).to(slope.dtype)
+    return None, loss_bar, None, None, None, None
+
+
+fenchel_young.register_autograd(_pull_back, setup_context=_save)
 
 
 def _psi_if_finite(step: FTRLStep, target: Tensor, t: Tensor, mdp: LayeredMDP) -> Tensor:
@@ -437,7 +572,7 @@ def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> No
             f"actions: expected the shape of states, {tuple(states.shape)}, "
             f"got {tuple(actions.shape)}"
         )
-    if values_are_hidden():
+    if values_are_hidden() or _are_paths(mdp, states, actions):
         return
     bounds = torch.tensor([(part.start, part.stop) for part in mdp.layer_slices])
     first, stop = bounds.to(states.device).unbind(-1)
@@ -466,6 +601,16 @@ def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> No
         raise ValueError(
             f"states: {_place_of(at)} is {int(states[at])} ({mdp.locate(int(states[at]))}), {why}"
         )
+
+
+def _are_paths(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> bool:
+    """Return whether moves are certain and these trajectories right; False if it is not clear."""
+    following = None if mdp.batch_shape else moves_of(mdp).next
+    if following is None or bool((actions < 0).any() or (actions >= mdp.num_actions).any()):
+        return False
+    ends = torch.nn.functional.pad(states[..., 1:], (0, 1), value=mdp.num_states)
+    index = (states * mdp.num_actions + actions).clamp(0, len(following) - 1)
+    return bool((following[index] == ends).all() and (states[..., 0] == 0).all())
 
 
 def arrivals(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> Tensor:
@@ -593,13 +738,17 @@ def negative_log_likelihood(
     """
     model = step.mdp if mdp is None else mdp
     check_demonstrations(model, states, actions)
-    t = step.episode(t)
-    solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
-    loss, index = loss.to(model.dtype), states * model.num_actions + actions  # (*batch, N, L)
+    t, index = step.episode(t), states * model.num_actions + actions  # (*batch, N, L)
     now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
+
+    def solve(loss: Tensor) -> Solution:
+        return step.solve(loss, t, warm_start=warm_start, mdp=mdp)
+
     plain = _only_the_loss_moves(step, now, model) and not (transitions or model.batch_shape)
-    if step.closed and plain and moves_of(model).sure and not step.regularizer.places():
-        return _path_likelihood(step, solution, loss, index, now)
+    sure = step.closed and plain and moves_of(model).next is not None
+    if sure and not step.regularizer.places():
+        return _path_likelihood(step, solve, loss, index, now)
+    solution, loss = solve(loss), loss.to(model.dtype)
     logs = _log_policy(step, solution, loss, t, model).flatten(-2)
     batch = torch.broadcast_shapes(logs.shape[:-1], index.shape[:-2])
     index = index.expand(*batch, *index.shape[-2:])
@@ -611,7 +760,7 @@ def negative_log_likelihood(
 
 
 def _path_likelihood(
-    step: FTRLStep, solution: Solution, loss: Tensor, index: Tensor, t: Tensor
+    step: FTRLStep, solve: Callable[[Tensor], Solution], loss: Tensor, index: Tensor, t: Tensor
 ) -> Tensor:
     """Return the negative log-likelihood of paths: kappa = 0, and every move is certain.
 
@@ -619,16 +768,19 @@ def _path_likelihood(
     and the gradient is (visits - q) / w.
     """
     composition = step.evaluator.composition
-    weight = entropy_of(composition, composition.values(t)).weight.detach()
-    flat = index.flatten(-2).long()  # (*batch, N * L)
-    visits = loss.new_zeros(*flat.shape[:-1], loss.shape[-2:].numel())
-    share = loss.new_full((), 1 / index.shape[-2]).expand(flat.shape)
-    visits = visits.scatter_add(-1, flat, share).unflatten(-1, loss.shape[-2:])
     with torch.no_grad():
-        paid = torch.where(visits > 0, visits * loss, 0.0).sum((-2, -1))
+        weight, solution = entropy_of(composition, composition.values(t)).weight, solve(loss)
+        flat, shape = index.flatten(-2).long(), solution.q.shape[-2:]  # (*batch, N * L)
+        batch = broadcast(loss.shape[:-2], flat.shape[:-1])
+        losses = loss.flatten(-2).expand(*batch, -1).gather(-1, flat.expand(*batch, -1))
+        paid = losses.to(solution.q).sum(-1) / index.shape[-2]
         value = (paid - solution.value[..., 0]) / weight.squeeze(-1)
-    slope = (visits - solution.q) / weight.unsqueeze(-1)
-    return Envelope.apply(None, value, slope, solution.value, loss)
+        share = solution.q.new_full((), 1 / index.shape[-2]).expand(flat.shape)
+        visits = solution.q.new_zeros(*flat.shape[:-1], shape.numel())
+        visits = visits.scatter_add(-1, flat, share).unflatten(-1, shape)
+        weight = weight.unsqueeze(-1)
+        slope = (visits - solution.q) / weight
+    return Known.apply(lambda x: (visits - solve(x).q) / weight, value, slope, loss)
 
 
 def _log_policy(

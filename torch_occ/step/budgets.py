@@ -566,7 +566,8 @@ def solve_with_budgets(
     tensors += [with_rank(costs, rank, 3), with_rank(limits, rank, 1), with_rank(guess, rank, 1)]
     engine = None
     if compiled is not None:
-        engine = later("step.compiled").CompiledBudgets(compiled, setting.t.detach(), step.interior)
+        values = [setting.t.detach(), *setting.parameters]
+        engine = later("step.compiled").CompiledBudgets(compiled, values, step.interior)
     equation = BudgetedStationarity(
         BudgetedSetting(mdp, setting.evaluator, setting.probabilities, engine=engine),
         step.options,

@@ -101,21 +101,38 @@ class Origin(NamedTuple):
         return self.step.linear(self.world, self.batch, *given, wanted)
 
     def pull_back(
-        self, bars: Floats, inputs: Sequence[Any], needed: Sequence[bool]
+        self,
+        q: Tensor,
+        loss: Tensor,
+        inputs: Sequence[Any],
+        needed: Sequence[bool],
+        bars: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """Return derivatives with respect to t and the parameters from those of `linear`."""
-        step, found = self.step, list[Tensor | None]()
-        by_terms = arrays.untabulate(bars, self.batch, step.pairs)
-        for i, x in enumerate(inputs):
-            total: Any = None
-            for k in step.uses[i] if needed[i] else ():
-                bar = by_terms[k] * step.rows[k].slope(self.values, i, self.numbers[k])
-                total = bar if total is None else total + bar
-            if needed[i]:
-                total = 0.0 if total is None else total
-                total = arrays.shaped(total, x, i == 0, self.batch, step.pairs)
-            found.append(total)
-        return found
+        """Return derivatives with respect to the loss, t, the parameters and the probabilities.
+
+        Args:
+            needed: for the loss and each of the inputs.
+            bars: those of q and v.
+        """
+        step, last = self.step, 1 + len(self.values)  # the probabilities follow
+        wanted = step.depth if any(needed[1:last]) else 0
+        # The system is K' and not K: the sign of v_bar differs.
+        minus_x_bar, r_bar, by_terms = self.linear(q, *bars, wanted)
+        loss_bar, m = step.tensors(self.batch, minus_x_bar, r_bar)
+        found = [arrays.summed(loss_bar, loss) if needed[0] else None]
+        slopes = arrays.untabulate(by_terms, self.batch, step.pairs) if wanted else []
+        for i, x in enumerate(inputs[: last - 1]):
+            if not needed[1 + i]:
+                found.append(None)
+                continue
+            total: Any = 0.0
+            for k in step.uses[i]:
+                total = total + slopes[k] * step.rows[k].slope(self.values, i, self.numbers[k])
+            found.append(arrays.shaped(total, x, i == 0, self.batch, step.pairs))
+        if any(needed[last:]):
+            v = torch.from_numpy(self.v).view_as(m)
+            found += self.world.pull_back(q, v, loss_bar, m, needed[last:])
+        return found + [None] * (len(needed) - len(found))
 
 
 class Follow(torch.autograd.Function):
@@ -148,17 +165,7 @@ class Follow(torch.autograd.Function):
             with torch.enable_grad():
                 bars = _differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
             return None, *(x if x is None or again else x.detach() for x in bars)
-        # The system is K' and not K: the sign of v_bar differs.
-        last = 1 + len(origin.values)  # the probabilities follow
-        wanted = origin.step.depth if any(needed[1:last]) else 0
-        minus_x_bar, r_bar, by_terms = origin.linear(q, q_bar, v_bar, wanted)
-        loss_bar, m = origin.step.tensors(origin.batch, minus_x_bar, r_bar)
-        found = [arrays.summed(loss_bar, loss) if needed[0] else None]
-        found += origin.pull_back(by_terms, inputs[: last - 1], needed[1:last])
-        if any(needed[last:]):
-            v = torch.from_numpy(origin.v).view_as(m)
-            found += origin.world.pull_back(q, v, loss_bar, m, needed[last:])
-        return None, *found, *[None] * (len(needed) - len(found))
+        return None, *origin.pull_back(q, loss, inputs, needed, (q_bar, v_bar))
 
     @staticmethod
     def jvp(ctx: Any, _origin: None, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -299,22 +306,10 @@ class CompiledStep:
         Raises:
             ValueError, TypeError: if an argument is wrong, with the message of the torch path.
         """
-        world = self.world_of(mdp)
-        if world is None:
+        prepared = self._prepare(loss, t, start, mdp, parameters)
+        if prepared is None:
             return None
-        inputs = self.read(t) if parameters is None else [t, *parameters]
-        values = [number(x) for x in inputs]
-        batch = None
-        if plain(loss) and plain(start) and self._in_domain(values, parameters):
-            batch = self._batch(world, loss, start, values)
-        if batch is None:
-            self._complain(world, loss, t, start)
-            return None
-        try:
-            numbers = self.weigh(values)
-        except ArithmeticError:
-            return None
-        terms = tabulate(numbers, batch, self.pairs)
+        world, inputs, values, numbers, terms, batch = prepared
         entropies, count = None, batch.numel()
         if terms.shape[1] > 1 and self.kinds[2]:
             entropies = np.empty(count, dtype=np.bool_)
@@ -344,6 +339,64 @@ class CompiledStep:
         certificate = certificate if converged else certificate.copy()
         marks = torch.from_numpy(certificate.reshape(*batch, 5))
         return Solution(found[0], found[1], marks, "engine"), converged
+
+    def pull_back(
+        self,
+        parameters: Sequence[Tensor],
+        loss: Tensor,
+        t: Tensor,
+        found: Sequence[Tensor],
+        bars: Sequence[Tensor],
+        more: bool,
+    ) -> list[Tensor] | None:
+        """Return derivatives at a solution that is known, without solving again.
+
+        Args:
+            found: q, v and the certificate.
+            bars: those of q and v.
+            more: whether to differentiate with respect to t and the parameters, too.
+
+        Returns:
+            The derivatives; None if they are computed in torch.
+        """
+        prepared = self._prepare(loss, t, found[0], None, parameters)
+        if prepared is None:
+            return None
+        world, inputs, *numbers, batch = prepared
+        q, v = rows(found[0], batch, 2), rows(found[1], batch, 1)
+        solved = (q, v, found[2].numpy().reshape(-1, 5), batch, True)
+        origin = Origin(self, world, *numbers, *solved)
+        if origin.has_dead:
+            return None
+        needed = [True, *[more] * len(inputs)]
+        bar = origin.pull_back(found[0], loss, inputs, needed, bars[:2])
+        return [x for x in bar if x is not None]
+
+    def _prepare(
+        self,
+        loss: Tensor,
+        t: Tensor | float,
+        start: Tensor,
+        mdp: LayeredMDP | None,
+        parameters: Sequence[Tensor] | None,
+    ) -> tuple[MDPArrays, list[Any], list[Any], list[Any], Floats, torch.Size] | None:
+        """Return the MDPs, the fields of `Origin` before q, the inputs and the batch shape."""
+        world = self.world_of(mdp)
+        if world is None:
+            return None
+        inputs = self.read(t) if parameters is None else [t, *parameters]
+        values = [number(x) for x in inputs]
+        batch = None
+        if plain(loss) and plain(start) and self._in_domain(values, parameters):
+            batch = self._batch(world, loss, start, values)
+        if batch is None:
+            self._complain(world, loss, t, start)
+            return None
+        try:
+            numbers = self.weigh(values)
+        except ArithmeticError:
+            return None
+        return world, inputs, values, numbers, tabulate(numbers, batch, self.pairs), batch
 
     def tensors(self, batch: torch.Size, q: Floats, v: Floats) -> tuple[Tensor, Tensor]:
         """Return rows of pairs and of states as tensors that share their memory."""
@@ -612,16 +665,16 @@ def _flat(part: Tensor, batch: torch.Size, dims: int) -> NDArray[Any]:
 
 
 class CompiledBudgets:
-    """The compiled step at an episode t; weights and exponents are those of now.
+    """The compiled step at an episode t.
 
     Args:
-        t: plain, `(*batch,)` or fewer dimensions.
+        inputs: t, `(*batch,)` or fewer dimensions, and the parameters of `Evaluator`.
         interior: where failed elements start again.
     """
 
-    def __init__(self, step: CompiledStep, t: Tensor, interior: Tensor) -> None:
+    def __init__(self, step: CompiledStep, inputs: Sequence[Tensor], interior: Tensor) -> None:
         self.step, self.interior = step, interior
-        values = [number(x) for x in step.read(t)]
+        values = [number(x) for x in inputs]
         if type(values[0]) is not float:
             values[0] = values[0][..., None, None]
         self.numbers, world = step.weigh(values), step.world_of(None)

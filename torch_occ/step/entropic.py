@@ -81,12 +81,13 @@ class Entropy(NamedTuple):
 
 def entropy_of(composition: Composition, values: Sequence[Tensor]) -> Entropy:
     """Return w and kappa of psi at values of t and its parameters."""
-    t, found = values[0], composition.weigh(values).terms
-    given = [torch.as_tensor(x, dtype=t.dtype, device=t.device) for x in found]
-    weights = [fit(x if x.dim() else x[None, None], 1) for x in given]
+    t, weights = values[0], composition.weigh(values).terms
     terms = zip(weights, composition.terms, strict=True)
-    pairs = [weight for weight, term in terms if term.argument == "pair"]
-    weight, price = sum(pairs[1:], pairs[0]), sum(weights[1:], weights[0])
+    sums = sum(weight for weight, term in terms if term.argument == "pair"), sum(weights)
+    weight, price = (
+        fit(x if isinstance(x, Tensor) and x.dim() else torch.as_tensor(x).to(t)[None, None], 1)
+        for x in sums
+    )
     return Entropy(weight, price if price.shape[-1] == 1 else 0 * price[..., :1])
 
 
