@@ -43,10 +43,6 @@ BAD_CALLS = {
         lambda step: step(LOSS[0], 3),
         ["cumulative_loss", "(*batch, 4, 2)", "(2,)"],
     ),
-    "loss_in_higher_precision": (
-        lambda step: copy.deepcopy(step).float()(LOSS, 3),
-        ["cumulative_loss", "float32", "float64"],
-    ),
     "t_nan": (lambda step: step(LOSS, NAN), ["t:", "at least 1", "nan"]),
     "t_infinite": (lambda step: step(LOSS, INF), ["t:", "at least 1", "inf"]),
     "t_missing": (

@@ -117,7 +117,7 @@ class Origin(NamedTuple):
         step, last = self.step, 1 + len(self.values)  # the probabilities follow
         wanted = step.depth if any(needed[1:last]) else 0
         # The system is K' and not K: the sign of v_bar differs.
-        minus_x_bar, r_bar, by_terms = self.linear(q, *bars, wanted)
+        minus_x_bar, r_bar, by_terms = self.linear(q, bars[0], bars[1], wanted)
         loss_bar, m = step.tensors(self.batch, minus_x_bar, r_bar)
         found = [arrays.summed(loss_bar, loss) if needed[0] else None]
         slopes = arrays.untabulate(by_terms, self.batch, step.pairs) if wanted else []
@@ -362,10 +362,10 @@ class CompiledStep:
         prepared = self._prepare(loss, t, found[0], None, parameters)
         if prepared is None:
             return None
-        world, inputs, *numbers, batch = prepared
+        world, inputs, values, numbers, terms, batch = prepared
         q, v = rows(found[0], batch, 2), rows(found[1], batch, 1)
         solved = (q, v, found[2].numpy().reshape(-1, 5), batch, True)
-        origin = Origin(self, world, *numbers, *solved)
+        origin = Origin(self, world, values, numbers, terms, *solved)
         if origin.has_dead:
             return None
         needed = [True, *[more] * len(inputs)]

@@ -84,10 +84,8 @@ def entropy_of(composition: Composition, values: Sequence[Tensor]) -> Entropy:
     t, weights = values[0], composition.weigh(values).terms
     terms = zip(weights, composition.terms, strict=True)
     sums = sum(weight for weight, term in terms if term.argument == "pair"), sum(weights)
-    weight, price = (
-        fit(x if isinstance(x, Tensor) and x.dim() else torch.as_tensor(x).to(t)[None, None], 1)
-        for x in sums
-    )
+    given = [torch.as_tensor(x, dtype=t.dtype, device=t.device) for x in sums]
+    weight, price = (fit(x if x.dim() else x[None, None], 1) for x in given)
     return Entropy(weight, price if price.shape[-1] == 1 else 0 * price[..., :1])
 
 

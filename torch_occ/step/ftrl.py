@@ -164,8 +164,8 @@ class FTRLStep(Frozen):
         """Solve the step and certify the solution.
 
         Args:
-            cumulative_loss: `(*batch, S, A)`. Values on masked pairs are ignored. Numbers of lower
-                precision than the MDP's are converted, and their gradients converted back.
+            cumulative_loss: `(*batch, S, A)`. Values on masked pairs are ignored. Numbers of
+                another precision than the MDP's are converted, and their gradients converted back.
             t: the episode, at least 1: a number, or a tensor that broadcasts against `batch`. It
                 may be left out if no schedule in the regularizer depends on it.
             warm_start: an occupancy measure to start from, positive on every pair; for example the
@@ -197,7 +197,9 @@ class FTRLStep(Frozen):
             given = (warm_start, mdp, check, budgets, multipliers)
             return graph.solve_in_graph(self, cumulative_loss, t, *given)
         autocast = False
-        if getattr(cumulative_loss, "dtype", None) is not torch.float64:
+        if getattr(cumulative_loss, "dtype", None) is not self.mdp.dtype or (
+            self.mdp.dtype is not torch.float64
+        ):
             cumulative_loss = graph.promote(cumulative_loss, self.mdp)
             autocast = graph.autocasts(cumulative_loss)
         if autocast or torch.is_inference_mode_enabled():

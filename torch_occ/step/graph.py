@@ -21,17 +21,15 @@ if TYPE_CHECKING:
 
 
 def promote(loss: Tensor, mdp: LayeredMDP) -> Tensor:
-    """Convert a loss of lower precision, from a float32 network for example, to that of the MDP.
+    """Convert a loss, from a float32 network for example, to the number type of the MDP.
 
-    Autograd converts its gradient back. Other tensors are returned as they are.
+    Autograd converts its gradient back. Other objects are returned as they are.
     """
     dtype = mdp.dtype
     if getattr(loss, "dtype", dtype) is dtype:  # isinstance would cost a microsecond
         return loss
     loss = as_tensor(loss)
-    if not isinstance(loss, Tensor) or not loss.is_floating_point():
-        return loss
-    return loss.to(dtype) if loss.dtype.itemsize < dtype.itemsize else loss
+    return loss.to(dtype) if isinstance(loss, Tensor) and loss.is_floating_point() else loss
 
 
 def autocasts(loss: Tensor) -> bool:
@@ -132,8 +130,9 @@ def solve_in_graph(
         given = [] if budgets is None else [budgets.costs, budgets.limits]
         given += [] if multipliers is None else [multipliers]
         found = solve_step(step.name_in_graphs, loss, t, warm_start, parameters, given)
-        rest = (None, None) if budgets is None else found[3:]
-        return Solution(*found[:3], step.expected_backend, *rest)
+        q, v, certificate, *rest = found
+        prices, slack = rest if budgets is not None else (None, None)
+        return Solution(q, v, certificate, step.expected_backend, prices, slack)
     if not torch.compiler.is_dynamo_compiling():
         raise NotImplementedError(f"torch.export: {reason}")
     return _solve_outside(step, loss, t, warm_start, mdp, check, budgets, multipliers)
@@ -151,8 +150,15 @@ def _solve_outside(
     multipliers: Tensor | None,
 ) -> Solution:
     """Solve a step between two graphs, as without torch.compile."""
-    given = {"constraints": constraints, "multipliers": multipliers}
-    return step.solve(loss, t, warm_start=warm_start, mdp=mdp, check=check, **given)
+    return step.solve(
+        loss,
+        t,
+        warm_start=warm_start,
+        mdp=mdp,
+        check=check,
+        constraints=constraints,
+        multipliers=multipliers,
+    )
 
 
 def step_of(name: str) -> FTRLStep:
@@ -178,7 +184,7 @@ def _solve(
     name: str, loss: Tensor, t: Tensor, start: Tensor | None, parameters: Tensors, budgets: Tensors
 ) -> Solution:
     """Solve a step at these parameters; `budgets` are costs, limits, and a start of multipliers."""
-    given = (Budgets(*budgets[:2]), *budgets[2:]) if budgets else ()
+    given: Sequence[Any] = (Budgets(*budgets[:2]), *budgets[2:]) if budgets else ()
     return step_of(name).solve_at(parameters, loss, t, start, None, True, *given)
 
 

@@ -268,8 +268,8 @@ class Budgets(nn.Module):
                 f"{limits.shape[-1]} limits for {costs.shape[-3]} rows of costs"
             )
         # Inside a graph, values are checked when the operator makes its own budgets.
-        wrong = () if torch.compiler.is_compiling() else (~limits.isfinite()).nonzero()
-        if len(wrong):
+        hidden = torch.compiler.is_compiling()
+        if not hidden and len(wrong := (~limits.isfinite()).nonzero()):
             raise ValueError(
                 f"limits: entry {tuple(wrong[0].tolist())} is {float(limits[tuple(wrong[0])])}; "
                 "expected a finite number. Leave out a budget that has no limit"
