@@ -5,7 +5,7 @@ import torch
 from zoo import random_problem
 
 import torch_occ as occ
-from torch_occ.step.linearization import Linearization
+from torch_occ.step.implicit import Linearization
 from torch_occ.tuning import forecast as mean_path
 from torch_occ.tuning.forecast import Estimates, draw_fluctuations, outer, second_moment
 

@@ -304,7 +304,7 @@ class Envelope(torch.autograd.Function):
 #
 # It is convex in the loss, nonnegative, and zero exactly if the step answers with the target. Its
 # gradient in the loss is target - q, and its second derivative is Pi
-# (torch_occ.step.linearization).
+# (torch_occ.step.implicit).
 
 
 def fenchel_young_loss(

@@ -1,10 +1,9 @@
-"""Parameters with one value per layer, per state or per pair.
+"""Parameters with domains, with one value per layer, state or pair, and modules that are fixed.
 
-    LogBarrier(beta=PerState(mdp, 1.0))        one beta per state, all of them 1 at first
-
-Such a parameter has the shape `(*batch, *event)`, where the event shape is `(L,)`, `(S,)` or
-`(S, A)`. Where weights are computed, every parameter, and t as well, has a shape that broadcasts
-against `(*batch, S, A)`, so that a batch is never mistaken for states or actions:
+A parameter has the shape `(*batch, *event)`. The event shape belongs to one problem: `()` for a
+scalar, `(S, A)` for one number per pair. The batch shape is that of the problems it is used with.
+Where weights are computed, every parameter, and t as well, has a shape that broadcasts against
+`(*batch, S, A)`, so that a batch is never mistaken for states or actions:
 
     ()                        a number
     (*batch, 1, 1)            one number per problem of a batch
@@ -35,38 +34,17 @@ class Place:
     layer_sizes: tuple[int, ...]
     num_actions: int
 
-    @property
-    def shape(self) -> torch.Size:
-        """The event shape of the parameter."""
-        states = sum(self.layer_sizes)
-        sizes = {"layer": (len(self.layer_sizes),), "state": (states,)}
-        return torch.Size(sizes.get(self.kind, (states, self.num_actions)))
-
-    @property
-    def layer_of(self) -> list[int]:
-        """The layer of every state."""
-        return [k for k, size in enumerate(self.layer_sizes) for _ in range(size)]
-
     def spread(self, x: Tensor) -> Tensor:
         """Return a parameter in the shape `(*batch, S, 1 or A)`."""
-        if self.kind == "pair":
-            return x
-        return (x[..., self.layer_of] if self.kind == "layer" else x)[..., None]
-
-    def collect(self, x: Tensor) -> Tensor:
-        """Return the parameter from its shape `(*batch, S, 1 or A)`."""
-        if self.kind == "pair":
-            return x
-        first = [self.layer_of.index(k) for k in range(len(self.layer_sizes))]
-        return x[..., 0][..., first] if self.kind == "layer" else x[..., 0]
+        if self.kind == "layer":
+            x = x[..., [k for k, size in enumerate(self.layer_sizes) for _ in range(size)]]
+        return x if self.kind == "pair" else x[..., None]
 
 
 class _Placed:
-    """The first value of a parameter with several entries; its place is known from the MDP.
+    """The first values of a parameter: a number, or a tensor that broadcasts to the shape.
 
-    Args:
-        mdp: gives the layers, states and actions, the number type and the device.
-        values: a number, or a tensor that broadcasts to `(*batch, *event)`.
+        LogBarrier(beta=PerState(mdp, 1.0))        one beta per state, all of them 1 at first
 
     Raises:
         ValueError: if the values do not broadcast to the event shape.
@@ -77,13 +55,19 @@ class _Placed:
     def __init__(self, mdp: LayeredMDP, values: Tensor | float = 1.0) -> None:
         self.place = Place(self.kind, mdp.layer_sizes, mdp.num_actions)
         given = torch.as_tensor(values, dtype=mdp.dtype, device=mdp.device).detach()
-        event = self.place.shape
+        num_states, num_actions = mdp.actions.shape
+        shapes = {
+            "layer": (mdp.horizon,),
+            "state": (num_states,),
+            "pair": (num_states, num_actions),
+        }
+        event = shapes[self.kind]
         try:
             batch = given.shape[: max(given.dim() - len(event), 0)]
             self.values = given.expand(*batch, *event).clone()
         except RuntimeError:
             raise ValueError(
-                f"{type(self).__name__}: expected a number or a tensor of shape {tuple(event)}, "
+                f"{type(self).__name__}: expected a number or a tensor of shape {event}, "
                 f"with the batch dimensions in front, got {tuple(given.shape)}"
             ) from None
 
@@ -114,10 +98,7 @@ def spread_batch(x: Tensor) -> Tensor:
 def fit(x: Any, event_dims: int) -> Any:
     """Drop dimensions of a weight `(*batch, S or 1, A or 1)`, to `event_dims` after the batch.
 
-    Numbers stay as they are.
-
-    Raises:
-        ValueError: if the values differ along a dimension that is dropped.
+    Numbers stay as they are. It is a ValueError if values differ along such a dimension.
     """
     if not isinstance(x, Tensor) or x.dim() == 0 or event_dims == 2:
         return x
@@ -136,9 +117,6 @@ def with_rank(x: Tensor, rank: int, event_dims: int) -> Tensor:
 
 
 # -- Modules whose parameters declare their domains as class data, as in `torch.distributions` -----
-#
-# A parameter has the shape `(*batch, *event)`. The event shape belongs to one problem: `()` for a
-# scalar, `(S, A)` for one number per pair. The batch shape is that of the problems it is used with.
 
 #: torch.func.functional_call exchanges the parameters of a module for all threads.
 _LOCK = RLock()
@@ -178,9 +156,8 @@ Value = Tensor | float | PerLayer | PerState | PerPair
 class Parametrized(nn.Module):
     """A module that registers `nn.Parameter`s and checks them against `arg_constraints`.
 
-    Parameters are checked at construction and before every solve. A parameter is a scalar, or has
-    the batch shape of the problems it is used with. A parameter with more than one number per
-    problem declares its event dimensions, as in `torch.distributions`: for the shape
+    Parameters are checked at construction and before every solve. A parameter with more than one
+    number per problem declares its event dimensions, as in `torch.distributions`: for the shape
     `(*batch, S, A)` the constraint is `constraints.independent(constraints.positive, 2)`. For a
     parameter that is only set as an attribute, the first shape that is set is the event shape. A
     scalar parameter gets one value per layer, state or pair if it is given as `PerLayer`,
@@ -209,8 +186,11 @@ class Parametrized(nn.Module):
                         f"dimensions, so it cannot be a {type(value).__name__}; give a tensor"
                     )
                 self._places[name] = value.place
-                self._event_dims[name] = len(value.place.shape)
+                self._event_dims[name] = 2 if value.kind == "pair" else 1
                 value = value.values
+            if value is None or isinstance(value, str):
+                which = f"{type(self).__name__}: {name}"
+                raise TypeError(f"{which}: expected a number or a tensor, got {value!r}")
             floating = isinstance(value, Tensor) and value.is_floating_point()
             given = torch.as_tensor(value, dtype=None if floating else torch.float64)
             self.register_parameter(name, nn.Parameter(given.detach().clone()))
@@ -235,11 +215,7 @@ class Parametrized(nn.Module):
         }
 
     def check_places(self, mdp: LayeredMDP) -> None:
-        """Check that parameters with a value per layer, state or pair belong to this MDP.
-
-        Raises:
-            ValueError: if one belongs to another layout; the message names it.
-        """
+        """Check that parameters with a value per layer, state or pair belong to this MDP."""
         for name, place in self.places().items():
             if (place.layer_sizes, place.num_actions) != (mdp.layer_sizes, mdp.num_actions):
                 raise ValueError(
@@ -248,10 +224,10 @@ class Parametrized(nn.Module):
                     f"{mdp}; make the regularizer for it"
                 )
 
-    def batched(self) -> list[tuple[Tensor, torch.Size]]:
-        """Return all parameters that have a batch shape, with that shape; submodules included."""
-        own = [(p, p.shape[: p.dim() - dims]) for _, p, dims, _ in self._own_parameters()]
-        return [(p, batch) for p, batch in own if batch]
+    def batched(self) -> list[torch.Size]:
+        """Return the batch shapes of all parameters that have one; submodules included."""
+        shapes = [p.shape[: p.dim() - dims] for _, p, dims, _ in self._own_parameters()]
+        return [batch for batch in shapes if batch]
 
     def _own_parameters(self) -> Iterator[tuple[str, Tensor, int, Place | None]]:
         """Yield paths, parameters, event dimensions and places; submodules included."""
@@ -268,13 +244,11 @@ class Parametrized(nn.Module):
         They broadcast against `(*batch, S, A)`, or against `(*batch, S)` for one event dimension.
         Parameters that declare event dimensions have them already.
         """
-        found = {}
-        for path, p, dims, place in self._own_parameters():
-            if place is not None:
-                found[path] = fit(place.spread(p), event_dims)
-            elif p.dim() and not dims:
-                found[path] = fit(spread_batch(p), event_dims)
-        return found
+        return {
+            path: fit(spread_batch(p) if place is None else place.spread(p), event_dims)
+            for path, p, dims, place in self._own_parameters()
+            if place is not None or (p.dim() and not dims)
+        }
 
     def spread(self, name: str) -> Tensor:
         """Return an own parameter in a shape that broadcasts against `(*batch, S, A)`."""
@@ -282,11 +256,7 @@ class Parametrized(nn.Module):
         return spread_batch(found) if place is None else place.spread(found)
 
     def validate(self) -> None:
-        """Check that all parameters are in their domains; submodules included.
-
-        Raises:
-            ValueError: if one is not; the message names the first one.
-        """
+        """Check that all parameters, also of submodules, are in their domains."""
         with alone():
             for module in self.modules():
                 if isinstance(module, Parametrized):
@@ -296,9 +266,9 @@ class Parametrized(nn.Module):
 
     def check_value(self, name: str, value: Tensor) -> None:
         """Check a value of an own parameter that broadcasts against `(*batch, S, A)`."""
-        place, constraint = self._places.get(name), self.arg_constraints.get(name)
+        constraint = self.arg_constraints.get(name)
         if constraint is not None:
-            own = fit(value, 0) if place is None else place.collect(value)
+            own = value if name in self._places else fit(value, 0)
             _check(type(self).__name__, name, own.detach(), constraint)
 
 
@@ -314,18 +284,14 @@ def _check(owner: str, name: str, value: Tensor, constraint: constraints.Constra
 
 # -- Modules with a fixed structure: attributes that are set once, and lists that never change -----
 #
-# A step analyses its regularizer when it is made: which arguments it reads, and how its weights
-# depend on t and the parameters. It would ignore later changes of the structure, so they are
-# errors. The values of parameters may change at any time.
+# A step analyses its regularizer when it is made, and would ignore later changes of its structure.
+# So they are errors. The values of parameters may change at any time.
 
 
 class Frozen(nn.Module):
     """A module whose attributes named in `fixed` can be set only once.
 
     `fixed` maps each name to advice: what to do instead of setting the attribute again.
-
-    Raises:
-        AttributeError: if such an attribute is set again or deleted.
     """
 
     fixed: ClassVar[dict[str, str]] = {}

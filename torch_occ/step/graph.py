@@ -132,7 +132,8 @@ def solve_in_graph(
         found = solve_step(step.name_in_graphs, loss, t, warm_start, parameters, given)
         q, v, certificate, *rest = found
         prices, slack = rest if budgets is not None else (None, None)
-        return Solution(q, v, certificate, step.expected_backend, prices, slack)
+        compiled = step.expected_backend == "engine"
+        return Solution(q, v, certificate, compiled, prices, slack)
     if not torch.compiler.is_dynamo_compiling():
         raise NotImplementedError(f"torch.export: {reason}")
     return _solve_outside(step, loss, t, warm_start, mdp, check, budgets, multipliers)

@@ -29,7 +29,7 @@ from torch_occ.mdp.layers import DenseLayer, Layer
 from torch_occ.mdp.occupancy import optimal_policy, policy_of, reachability
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.step.linearization import Linearization
+from torch_occ.step.implicit import Linearization
 
 # -- Sums over very many episodes from few evaluations ---------------------------------------------
 #
@@ -324,7 +324,7 @@ def _root(q: Tensor, exists: Tensor) -> Tensor:
 #     E <q_t, mean_t> = <q(t, Lbar), mean_t>  -  1/2 <d/ds Pi(Lbar + s mean_t), C_{t-1}>,
 #                           drift                             noise
 #
-# where Pi is the response of q to the loss (torch_occ.step.linearization) and C_t = sum of
+# where Pi is the response of q to the loss (torch_occ.step.implicit) and C_t = sum of
 # Cov(loss_estimate) along the path, which contains the joint probabilities of visiting two pairs in
 # one episode. Everything is smooth on the scale of t, so few values of t are enough. All of them
 # are solved as one batch.
@@ -430,8 +430,9 @@ def forecast(
     phases = phases_of(mdp, losses, int(episodes))
     step = FTRLStep(mdp, regularizer)
     grid = Quadrature.over(phases.starts, int(episodes), per_decade, mdp.transitions[0])
-    shapes = (shape for _, shape in regularizer.batched())
-    batch = torch.broadcast_shapes(phases.means.shape[1:-2], mdp.batch_shape, *shapes)
+    batch = torch.broadcast_shapes(
+        phases.means.shape[1:-2], mdp.batch_shape, *regularizer.batched()
+    )
     missing = (1,) * (len(batch) + 3 - phases.means.dim())
     mean = phases.means.reshape(len(phases.starts), *missing, *phases.means.shape[1:])
     mean = mean.expand(-1, *batch, -1, -1)  # (P, *batch, S, A)
