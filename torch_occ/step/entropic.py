@@ -104,7 +104,7 @@ def conserves(mdp: LayeredMDP) -> bool:
     return known[1]
 
 
-class Plan(NamedTuple):
+class SoftPlan(NamedTuple):
     """The solution of a step with kappa = 0."""
 
     q: Tensor  # (*batch, S, A)
@@ -119,7 +119,7 @@ class Plan(NamedTuple):
         return _flow_error(q, join(self.visits, 1).detach()), eps * y.abs().amax(-1)
 
 
-def plan_softly(mdp: LayeredMDP, loss: Tensor, weight: Tensor, centred: bool = False) -> Plan:
+def plan_softly(mdp: LayeredMDP, loss: Tensor, weight: Tensor, centred: bool = False) -> SoftPlan:
     """Solve the step with kappa = 0 by soft value iteration, in differentiable operations.
 
     Every layer takes a product and a logsumexp: y = log sum_a exp(P y - loss / w) with y = -v / w,
@@ -158,7 +158,7 @@ def plan_softly(mdp: LayeredMDP, loss: Tensor, weight: Tensor, centred: bool = F
     if centred:
         firsts = join([total.detach()[..., :1] for total in totals], 1)
         y = y + (firsts.cumsum(-1) - firsts).flip(-1).index_select(-1, mdp.layer)
-    return Plan(q, -y if varies else -weight * y, visits, scores)
+    return SoftPlan(q, -y if varies else -weight * y, visits, scores)
 
 
 def _flow_error(q: Tensor, u: Tensor) -> Tensor:
