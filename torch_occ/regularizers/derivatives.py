@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ._support.private import own_parameter_names, own_parameters
+from torch_occ._support.private import own_parameters
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Composition, Key, Regularizer, dims_of
 from torch_occ.regularizers.parameters import (
@@ -48,7 +48,7 @@ class Evaluator:
         self.owners = [
             (module, name)
             for _, module in regularizer.named_modules()
-            for name in own_parameter_names(module)
+            for name in own_parameters(module)
             if id(module) in users
         ]
         named = [*self.factors, *self.owners]
