@@ -32,16 +32,17 @@ from torch_occ.engine.layout import (
     Bools,
     Floats,
     Model,
+    Solver,
     Terms,
     V,
     Work,
     kernel,
     routine,
 )
+from torch_occ.engine.linear import factorize, solve
 from torch_occ.engine.newton import EPS, floor_pairs, retract
 from torch_occ.engine.psi import derive
 from torch_occ.engine.shaping import shape_loss
-from torch_occ.engine.transitions import factorize, solve
 
 # Rows of `BudgetRoom.pairs`.
 PRICED, BEFORE, LAST = 0, 1, 2
@@ -79,7 +80,7 @@ def respond(
             pairs[FORCE, p] = costs[i, p]
         for s in range(work.states.shape[1]):
             work.states[V, s] = 0.0  # the start of an iterative solver
-        solve(model, pairs[0, :0], work)
+        solve(model, None, work)
         for j in range(len(costs)):
             total = 0.0
             for p in range(num_pairs):
@@ -187,7 +188,6 @@ class Budget(NamedTuple):
     y: Floats  # (m,), the multipliers to start from; receives those found
     proof: Floats  # (m,), out: weights that prove that no policy meets the budgets
     middle: Floats  # (S * A,), an interior point
-    no_source: Floats  # (0,)
     tolerance: float
     max_steps: int
 
@@ -339,7 +339,7 @@ def error_of_q(
             pairs[FORCE, p] += rows[Z, i] * rows[SCALE, i] * budget.costs[i, p]
     for s in range(work.states.shape[1]):
         work.states[V, s] = 0.0
-    solve(model, pairs[0, :0], work)
+    solve(model, None, work)
     error = 0.0
     for p in range(pairs.shape[1]):
         if model.exists[PAIR, p]:
@@ -424,17 +424,8 @@ def price(
             for p in range(len(priced)):
                 priced[p] += y[i] * budget.costs[i, p]
     work.notes[ERROR], work.notes[GUESSED] = np.inf, 0.0
-    return follow_or_restart(
-        model,
-        terms,
-        weights,
-        priced,
-        budget.tolerance,
-        budget.max_steps,
-        budget.no_source,
-        budget.middle,
-        work,
-    )
+    solver = Solver(terms, weights, budget.tolerance, budget.max_steps, budget.middle)
+    return follow_or_restart(model, solver, priced, work)
 
 
 @routine(inline=True)

@@ -214,19 +214,21 @@ def by_learner(function: Callable[..., Any]) -> ByLearner:
 
 def either(dense: Function, sparse: Function) -> Function:
     """Dispatch on dense or sparse transitions, the first argument or a part of it."""
-    return choose(lambda kind, *_: not _is_sparse(kind), dense, sparse)
+    return choose(lambda kind, *_: not _find(Rows, kind), dense, sparse)
 
 
-def _is_sparse(kind: Any) -> bool:
-    """Whether a Numba type is that of `Rows`, or contains it."""
-    return getattr(kind, "instance_class", None) is Rows or any(
-        _is_sparse(part) for part in getattr(kind, "types", ())
-    )
+def _find(sought: type, *kinds: Any) -> Any:
+    """The Numba type of a class of named tuples among some types and their fields, or None."""
+    for kind in kinds:
+        found = kind if getattr(kind, "instance_class", None) is sought else None
+        if found := found or _find(sought, *getattr(kind, "types", ())):
+            return found
+    return None
 
 
 def in_logs(*kinds: Any) -> bool:
     """Whether psi may be an entropy, by the Numba type of the `Terms` among the arguments."""
-    terms = next(kind for kind in kinds if getattr(kind, "instance_class", None) is Terms)
+    terms = _find(Terms, *kinds)
     return isinstance(terms.types[terms.fields.index("logs")], types.Boolean)
 
 
@@ -276,6 +278,16 @@ class Terms(NamedTuple):
 
 #: The fields of `Terms` without the exponents.
 Kinds = tuple[Ints, Ints, Any]
+
+
+class Solver(NamedTuple):
+    """A step without its loss: psi at one episode, and the limits of a solve."""
+
+    terms: Terms
+    weights: Floats  # (K or K * S * A,)
+    tolerance: float
+    max_steps: int
+    middle: Shared  # (S * A,), an interior point for cold starts
 
 
 class Work(NamedTuple):
@@ -399,3 +411,30 @@ def _ahead_sparse(
 
 
 ahead = either(_ahead_dense, _ahead_sparse)
+
+
+@inlined
+def _likelihoods_dense(next_state: Floats, pair: int, width: int) -> tuple[Floats, int, int]:
+    """An array with the probabilities of the next states, their first index and their number."""
+    return next_state[pair], 0, width
+
+
+@inlined
+def _likelihoods_sparse(next_state: Rows, pair: int, width: int) -> tuple[Floats, int, int]:
+    first, stop = np.int64(next_state.starts[pair]), np.int64(next_state.starts[pair + 1])
+    return next_state.probability, first, stop - first  # type: ignore[return-value]
+
+
+@inlined
+def _successor_dense(next_state: Floats, pair: int, index: int, first: int) -> int:
+    """The next state that probability number `index` belongs to; its layer begins at `first`."""
+    return first + index
+
+
+@inlined
+def _successor_sparse(next_state: Rows, pair: int, index: int, first: int) -> int:
+    return np.int64(next_state.state[np.int64(next_state.starts[pair]) + index])  # type: ignore[return-value]
+
+
+likelihoods = either(_likelihoods_dense, _likelihoods_sparse)
+successor = either(_successor_dense, _successor_sparse)

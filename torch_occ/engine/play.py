@@ -17,6 +17,7 @@ from inspect import signature
 from typing import Annotated, Any, NamedTuple
 
 from torch_occ._support.constants import BLOCK, TIE
+from torch_occ.engine import layout as at
 from torch_occ.engine.lanes import (
     LaneArray,
     anywhere,
@@ -26,19 +27,18 @@ from torch_occ.engine.lanes import (
     where,
 )
 from torch_occ.engine.layout import (
-    PAIR,
     Floats,
     Ints,
     Model,
-    U,
     Work,
     by_learner,
     dispatch,
     inlined,
     kernel,
+    likelihoods,
     routine,
+    successor,
 )
-from torch_occ.engine.transitions import likelihoods, successor
 
 NOISE = {"none": 0, "bernoulli": 1, "uniform": 2}
 
@@ -140,7 +140,7 @@ def favour(model: Model, q: Floats, means: Floats) -> None:
         for i in range(first, first + num_actions):
             most = max(most, q[i])
         for i in range(first, first + num_actions):
-            chosen = open_ & (q[i] >= (1.0 - TIE) * most) & model.exists[PAIR, i]
+            chosen = open_ & (q[i] >= (1.0 - TIE) * most) & model.exists[at.PAIR, i]
             means[0, i] = where(chosen, 1.0, 0.0)
             open_ = open_ & (not chosen)
 
@@ -227,7 +227,7 @@ def occupy_by_choice(model: Model, choice: Floats, q: Floats, work: Work) -> Non
     for k in range(len(start) - 1):
         for s in range(start[k], start[k + 1]):
             for i in range(s * num_actions, (s + 1) * num_actions):
-                q[i] = where(choice[s] == float(i), states[U, s], 0.0)
+                q[i] = where(choice[s] == float(i), states[at.U, s], 0.0)
                 move_on(model, k, i, q[i], work)
 
 
@@ -239,7 +239,7 @@ def occupy_by_policy(model: Model, policy: Floats, q: Floats, work: Work) -> Non
     for k in range(len(start) - 1):
         for s in range(start[k], start[k + 1]):
             for i in range(s * num_actions, (s + 1) * num_actions):
-                q[i] = states[U, s] * policy[i]
+                q[i] = states[at.U, s] * policy[i]
                 move_on(model, k, i, q[i], work)
 
 
@@ -247,7 +247,7 @@ def occupy_by_policy(model: Model, policy: Floats, q: Floats, work: Work) -> Non
 def begin_at(model: Model, work: Work) -> None:
     """Write the initial distribution into row U of the states, and zeros behind it."""
     for s in range(model.start[-1]):
-        work.states[U, s] = model.initial[s] if s < model.start[1] else 0.0
+        work.states[at.U, s] = model.initial[s] if s < model.start[1] else 0.0
 
 
 @routine(inline=True)
@@ -258,7 +258,7 @@ def move_on(model: Model, k: int, i: int, mass: Any, work: Work) -> None:
         shares, begin, size = likelihoods(model.next_state, i, start[k + 2] - start[k + 1])
         for j in range(size):
             there = successor(model.next_state, i, j, start[k + 1])
-            work.states[U, there] += mass * shares[begin + j]
+            work.states[at.U, there] += mass * shares[begin + j]
 
 
 def by_proposal(function: Any) -> Any:

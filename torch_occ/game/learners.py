@@ -160,7 +160,7 @@ class Learner:
 class FixedPolicy(Learner):
     """The same policy in every episode; uniform by default."""
 
-    compiled = lambda: later("game.players").forms.CompiledFixed  # noqa: E731
+    compiled = lambda: later("engine.learners").CompiledFixed  # noqa: E731
 
     def __init__(self, mdp: LayeredMDP, policy: Tensor | None = None) -> None:
         super().__init__(mdp)
@@ -211,7 +211,7 @@ class EmpiricalLearner(Learner):
 class FollowTheLeader(EmpiricalLearner):
     """The optimal policy for the average observed losses; unseen pairs cost nothing."""
 
-    compiled = lambda: later("game.players").forms.CompiledEmpirical  # noqa: E731
+    compiled = lambda: later("engine.learners").CompiledEmpirical  # noqa: E731
     scale, floor = 0.0, 0.0
 
     def index(self, t: int) -> Tensor:
@@ -231,7 +231,7 @@ class OptimisticValueIteration(EmpiricalLearner):
             than one layer.
     """
 
-    compiled = lambda: later("game.players").forms.CompiledEmpirical  # noqa: E731
+    compiled = lambda: later("engine.learners").CompiledEmpirical  # noqa: E731
 
     def __init__(self, mdp: LayeredMDP, scale: float = 0.5**0.5, floor: float = 0.0) -> None:
         super().__init__(mdp)
@@ -276,7 +276,7 @@ class FTRL(Learner):
             entry `budget_excess` of the state is the largest ⟨G_i, q_t⟩ - h_i so far, `(N,)`.
     """
 
-    compiled = lambda: later("game.players").forms.CompiledFTRL  # noqa: E731
+    compiled = lambda: later("engine.learners").CompiledFTRL  # noqa: E731
     fingerprint_ignores = (*Learner.fingerprint_ignores, "valid")
 
     def __init__(

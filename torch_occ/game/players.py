@@ -17,13 +17,13 @@ from torch import Tensor
 
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.processes import for_each
-from torch_occ.engine import learners as forms
 from torch_occ.engine.lanes import Shared, allocator, fill_lanes, lanes_for, scatter, width_of
 from torch_occ.engine.layout import (
     NARROW,
     USED,
     Floats,
     Model,
+    Solver,
     Work,
     few_lanes,
     make_work,
@@ -96,13 +96,12 @@ def why_not_play(mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> str 
 def solver_settings(step: FTRLStep) -> dict[str, Any]:
     """The fields `solver` and `weights` of a learner with this step."""
     weights = WeightsOverTime(step.regularizer, step.mdp.actions.shape)
-    solver = forms.Solver(
+    solver = Solver(
         weights.terms,
+        np.ones(weights.size),
         step.options.tolerance_in(torch.float64),
         step.options.max_steps,
         step.interior.detach().numpy().flatten(),
-        np.ones(weights.size),
-        np.zeros(0),
     )
     return {"solver": solver, "weights": weights.at}
 

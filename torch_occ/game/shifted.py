@@ -93,7 +93,7 @@ class ShiftedFTRL(FTRL):
             or if there are hints, and the regularizer has no log-barrier.
     """
 
-    compiled = lambda: later("game.players").forms.CompiledShifted  # noqa: E731
+    compiled = lambda: later("engine.learners").CompiledShifted  # noqa: E731
 
     def __init__(
         self,

@@ -16,8 +16,19 @@ import numpy as np
 from torch import Tensor
 
 from torch_occ.engine.lanes import Shared, power, sqrt, where
-from torch_occ.engine.layout import ERROR, GUESSED, PAIR, RECENT, Floats, Ints, Model, Work, routine
-from torch_occ.engine.learners import Solver, take_step
+from torch_occ.engine.layout import (
+    ERROR,
+    GUESSED,
+    PAIR,
+    RECENT,
+    Floats,
+    Ints,
+    Model,
+    Solver,
+    Work,
+    routine,
+)
+from torch_occ.engine.learners import take_step
 from torch_occ.engine.play import (
     Game,
     PerPair,

@@ -32,8 +32,8 @@ from torch_occ.engine.layout import (
     lanes_in,
     make_work,
 )
+from torch_occ.engine.linear import sweep_all
 from torch_occ.engine.newton import SMALLEST
-from torch_occ.engine.sparse import sweep_all
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import SparseLayer
@@ -601,8 +601,8 @@ class CompiledSweeps:
         force = np.zeros((1, 0)) if x is None else _flat(x, batch, 2)
         own = ((p, 2), (inverse, 2), (total, 1), (softest, 1))
         parts: Any = tuple(_flat(part, batch, dims) for part, dims in own)
-        out = (part.view(count, -1).numpy() for part in (v, within, du))
-        sweep_all(self.pairs[1], self.rows, parts, _flat(z, batch, 1), force, x is not None, *out)
+        out: Any = tuple(part.view(count, -1).numpy() for part in (v, within, du))
+        sweep_all(self.pairs[1], self.rows, parts, _flat(z, batch, 1), force, x is not None, out)
         return Swept(v, within, du)
 
 
@@ -646,7 +646,7 @@ class CompiledBudgets:
         q, v = np.empty((count, pairs)), np.empty((count, step.shape[0]))
         y = np.array(guess.reshape(-1, m).numpy(), copy=True)
         proof, certificate = np.zeros((count, m)), np.empty((count, 5))
-        nothing, middle = np.zeros(0), self.interior.numpy().flatten()
+        middle = self.interior.numpy().flatten()
 
         def own(x: Floats, n: int) -> Floats:
             return x[min(n, len(x) - 1)]
@@ -656,7 +656,7 @@ class CompiledBudgets:
             work.pairs[PAIR] = own(given[1], n)
             budget = Budget(
                 *(own(given[0], n), own(prices, n), own(allowed, n), y[n], proof[n]),
-                *(middle, nothing, step.tolerance, step.options.max_steps),
+                *(middle, step.tolerance, step.options.max_steps),
             )
             certificate[n] = find_multipliers(
                 model, terms, own(table[0], n), budget, make_budget_room(pairs, m), work
