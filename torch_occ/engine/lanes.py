@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any, get_type_hints
 
 import numpy as np
@@ -300,18 +300,25 @@ def width_of(lanes: int | None) -> tuple[int, ...] | None:
     return None if lanes is None else (0,) * lanes
 
 
-def fill_lanes(elements: Any, lanes: Sequence[int]) -> Any:
-    """Memory for an array in lanes, with a copy of one element in each lane."""
-    found = zeros(*elements[0].shape, lanes=len(lanes))
-    for n, element in enumerate(lanes):
-        found[..., n] = elements[element]
+def pack(x: Any, lanes: int | None) -> Any:
+    """The elements of an array `(N, ...)` in groups of lanes, `(groups, ..., lanes)`.
+
+    The last element fills the last group. Without lanes, x itself: each element is a group.
+    """
+    if lanes is None:
+        return x
+    groups, event = -(-len(x) // lanes), x.shape[1:]
+    every = x[np.minimum(np.arange(groups * lanes), len(x) - 1)].reshape(groups, lanes, *event)
+    found = zeros(groups, *event, lanes=lanes)
+    found[...] = np.moveaxis(every, 1, -1)
     return found
 
 
-def scatter(x: Any, elements: Any, lanes: Sequence[int]) -> None:
-    """Copy the first lanes back to their elements."""
-    for n, element in enumerate(lanes):
-        elements[element] = x[..., n]
+def unpack(groups: Any, x: Any) -> None:
+    """Copy what `pack` has made of x back to x."""
+    if groups is not x:
+        every = np.moveaxis(groups, -1, 1).reshape(len(groups) * groups.shape[-1], *x.shape[1:])
+        x[...] = every[: len(x)]
 
 
 def in_lanes(x: Any, width: Any) -> Any:

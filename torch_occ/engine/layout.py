@@ -311,7 +311,7 @@ class Work(NamedTuple):
 #: pairs of a sparse one. In lanes, a small batch needs the memory of eight problems.
 NARROW, MANY = 24, 100_000
 
-#: Additional rows of `work.states` for torch_occ.engine.sparse.
+#: Additional rows of `work.states` for torch_occ.engine.linear.
 CONJUGATE_ROWS = 10
 
 

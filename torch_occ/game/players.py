@@ -7,7 +7,7 @@ fields by their names, plays, and copies the state back.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.processes import for_each
-from torch_occ.engine.lanes import Shared, allocator, fill_lanes, lanes_for, scatter, width_of
+from torch_occ.engine.lanes import Shared, allocator, lanes_for, pack, unpack, width_of
 from torch_occ.engine.layout import (
     NARROW,
     USED,
@@ -149,24 +149,27 @@ class EnginePlayer:
             sums |= _state_rows(Tally, table)
         state = _state_rows(self.form, self.learner.state)
         over_time = {name: f(run.t, run.t + 1 + n) for name, f in self.over_time.items()}
-        # Copies `(n or 1, S * A)`, because the kernel may write to them.
-        charged = [np.array(mean.flatten(-2).numpy()) for mean in means.unbind(1)]
+        # A copy `(N or 1, n or 1, S * A)`, because the kernel may write to it.
+        charged = means.flatten(-2).transpose(0, 1).clone(memory_format=torch.contiguous_format)
+        charged = charged.numpy()
+        alike = len(charged) == 1 and not self.reacts
+        if not alike:
+            charged = pack(np.repeat(charged, count // len(charged), 0), lanes)
         drawn = numbers.contiguous().numpy()
         shown = np.zeros((count, n, 0))
         if tables is not None:
             shown = tables.flatten(-2).contiguous().numpy()
         keys = np.array([seed % 2**64 for seed in run.seeds], np.uint64)
         each = lanes or 1
+        totals = {name: pack(x, lanes) for name, x in sums.items()}
+        states = {name: pack(x, lanes) for name, x in state.items()}
 
         def play_group(group: int) -> None:
-            seeds = range(group * each, min((group + 1) * each, count))
-            chosen = slice(seeds.start, seeds.stop)
-            mean, (size, _, layers, _) = charged[0], drawn[chosen].shape
-            if self.reacts or len(charged) > 1:
-                mean = _pack(charged * (count if len(charged) == 1 else 1), seeds, lanes)
+            chosen = slice(group * each, (group + 1) * each)
+            size, _, layers, _ = drawn[chosen].shape
             game = Game(
                 self.model,
-                mean,
+                charged[0 if alike else group],
                 drawn[chosen],
                 shown[chosen],
                 run.t,
@@ -178,19 +181,17 @@ class EnginePlayer:
                 np.zeros((size, shown.shape[-1])),
             )
             work, scratch = self.memory(group, size, lanes)
-            tally = Tally(**{name: _pack(x, seeds, lanes) for name, x in sums.items()})
-            own = {name: _pack(x, seeds, lanes) for name, x in state.items()}
-            fields = scratch | over_time | own | {"seeds": keys[chosen]}
+            tally = Tally(**{name: x[group] for name, x in totals.items()})
+            fields = scratch | over_time | {"seeds": keys[chosen]}
+            fields |= {name: x[group] for name, x in states.items()}
             learner = self.form(*(fields[name] for name in self.form._fields))
             play(game, tally, learner, work, width_of(lanes))
-            if lanes is not None:
-                for name, x in sums.items():
-                    scatter(getattr(tally, name), x, seeds)
-                for name, x in state.items():
-                    scatter(own[name], x, seeds)
 
         begun, calls = time.monotonic(), -(-count // each)
         for_each(play_group, calls)
+        for groups, rows in ((totals, sums), (states, state)):
+            for name, x in rows.items():
+                unpack(groups[name], x)
         run.t += n
         run.since += n
         run.q = q
@@ -261,14 +262,6 @@ def _field_types(form: Any) -> dict[str, Any]:
     return get_type_hints(form, include_extras=True)
 
 
-def _pack(rows: Sequence[Floats] | Floats, seeds: range, lanes: int | None) -> Floats:
-    """The rows of some seeds, one in each lane; the last one is repeated in lanes without seed."""
-    if lanes is None:
-        return rows[seeds.start]
-    found: Floats = fill_lanes(rows, [*seeds, *[seeds[-1]] * (lanes - len(seeds))])
-    return found
-
-
 def _repeated(value: Any, hint: Any, lanes: int | None) -> Any:
     """A setting, with a copy of its floats in every lane unless they are `Shared`."""
     if hint in (float, int, bool):
@@ -281,4 +274,4 @@ def _repeated(value: Any, hint: Any, lanes: int | None) -> Any:
         )
     if hint is Shared or not isinstance(value, np.ndarray) or value.dtype != np.float64:
         return value
-    return value.copy() if lanes is None else fill_lanes([value], [0] * lanes)
+    return value.copy() if lanes is None else pack(value[None], lanes)[0]
