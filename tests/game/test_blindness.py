@@ -6,7 +6,7 @@ from beliefs import trajectories
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
-from torch_occ.game.torch_player import TorchPlayer
+from torch_occ.game.simulate import TorchPlayer
 from torch_occ.mdp.occupancy import occupancy, uniform_policy
 
 MDP = occ.LayeredMDP.random(horizon=3, width=3, num_actions=3, seed=0)

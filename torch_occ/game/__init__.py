@@ -11,7 +11,6 @@ losses           loss processes: the losses that the environment charges in each
 players          the engine as a player of `simulate`: the same game as in torch, from the same
 shifted          FTRL on a shifted loss, with a budget for what the shift may cost
 simulate         `simulate`: play a learner against losses for all seeds, with callbacks and saved
-torch_player     the torch player: one episode of every seed at a time
 """
 
 from torch_occ.game.checks import UncertifiedWarning as UncertifiedWarning

@@ -134,13 +134,7 @@ class EnginePlayer:
         self.kept: dict[int, Any] = {}  # scratch memory, by group
 
     def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None:
-        """Play episodes run.t + 1, ....
-
-        Args:
-            means: mean losses `(n or 1, N or 1, S, A)`.
-            numbers: uniform numbers `(N, n, L, 3)`.
-            tables: uniform numbers `(N, n, S, A)` for whole loss tables, or None.
-        """
+        """Play episodes run.t + 1, ...; the arguments are those of `simulate.Player`."""
         self.learner.check_settings()
         count, n, q = len(run.seeds), numbers.shape[1], run.q.clone()
         lanes = lanes_for(count, few_lanes(self.model)) if self.in_lanes else None
