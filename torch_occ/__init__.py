@@ -111,10 +111,7 @@ _PACKAGES = ("limits", "reference", "rivals", "theory")
 _MOVED = {
     "mdp": "Plan RewardMDP RewardMap flow_adjoint flow_residual reachability",
     "limits": "LowerBound lower_bound",
-    "game": (
-        "CentredEstimator LearnerComparison Mean MeanHints SelfBounding UncertifiedWarning "
-        "comparator self_bounding"
-    ),
+    "game": "CentredEstimator LearnerComparison Mean MeanHints UncertifiedWarning comparator",
     "rivals": (
         "Bonus CountingLearner EULER KLUCB MultiLayerUCBVI PSRL StrongEuler Thompson UCBVI "
         "UOBREPS UnknownFTRL Widths empirical_transitions upper_occupancy"
@@ -139,6 +136,8 @@ _GONE = {
     "run_gradients": "differentiate occ.forecast; experiments/meta_gradients.py has the run's own",
     "KLProjection": "occ.rivals.UOBREPS projects; use cvxpy for a projection by itself",
     "Projection": "occ.rivals.UOBREPS projects; use cvxpy for a projection by itself",
+    "self_bounding": "use occ.theory.self_bounding_condition",
+    "SelfBounding": "use occ.theory.self_bounding_condition",
     "OSSB": "occ.rivals.Thompson has less regret; occ.limits.lower_bound has the limit",
     "PolicyOptimization": "use occ.FTRL.tsallis, which has less regret",
     "predict": "use occ.forecast where it is reliable, and occ.leap elsewhere",

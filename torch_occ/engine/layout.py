@@ -295,15 +295,13 @@ class Work(NamedTuple):
 
     pairs: Floats  # (PAIR_ROWS, S * A)
     states: Floats  # (STATE_ROWS, S); CONJUGATE_ROWS more if transitions are sparse
-    softest: Ints  # (S,): the pair that a policy plays
     moves: Floats  # (widest, S), P_p transposed
     gain: Floats  # (S, widest), the rows of Yhat
     centred: Floats  # (2 * widest, widest * A), centred transitions of a layer
-    squares: Floats  # (3 * widest, widest), matrices of a layer
+    squares: Floats  # (2 * widest, widest), matrices of a layer
     # (S, S + 1), for torch_occ.engine.entropic; empty if there are more than SQUARE states.
     # Lanes use it one after the other.
     jacobian: Shared
-    places: Ints  # (LANES,), the state of every lane on its trajectory
     notes: Floats  # (5,), by the entries above
 
 
@@ -326,13 +324,11 @@ def make_work(model: Model, new: Callable[..., Any] = lambda *shape: np.zeros(sh
     work = Work(
         new(PAIR_ROWS, num_pairs),
         new(STATE_ROWS + (CONJUGATE_ROWS if sparse else 0), num_states),
-        np.zeros(num_states, np.int64),
         new(widest, num_states),
         new(num_states, widest),
         new(2 * widest, widest * model.num_actions),
-        new(3 * widest, widest),
+        new(2 * widest, widest),
         np.zeros((num_states, num_states + 1) if num_states <= SQUARE else (0, 0)),
-        np.zeros(LANES, np.int64),
         new(5),
     )
     work.notes[ERROR], work.notes[USED] = np.inf, 1.0
