@@ -230,27 +230,6 @@ def test_on_the_other_machine_a_product_depends_on_its_batch():
         assert torch.equal((t**0.37)[:32], t[:32] ** 0.37)
 
 
-@pytest.mark.parametrize(
-    ("learner", "losses", "kind"),
-    [
-        ("importance weighted", "adaptive", "dense"),
-        ("importance weighted", "bernoulli", "sparse"),
-        ("mean hints", "adaptive", "dense"),
-        ("optimistic", "adaptive", "dense"),
-        ("ucbvi", "bernoulli", "dense"),
-    ],
-)
-def test_a_seed_has_the_same_bits_in_batches_of_one_to_seventeen(learner, losses, kind):
-    """One or two seeds are played in few lanes, more in eight; the last group is not full."""
-    seeds, mdp = list(range(17)), MDPS[kind]
-    first = play(learner, losses, [0], mdp)
-    for count in (2, 3, 7, 8, 9, 16, 17):
-        same(first, play(learner, losses, seeds[:count], mdp, 1 + count % 2), [0])
-    together = play(learner, losses, seeds, mdp, episodes=300)
-    for seed in (0, 8, 16):
-        same(play(learner, losses, [seed], mdp, episodes=300), together, [seed])
-
-
 _OTHER_REGISTERS = """
 import torch, torch_occ as occ
 mdp = occ.LayeredMDP.random(3, 5, 3, seed=0)

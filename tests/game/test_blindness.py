@@ -88,14 +88,6 @@ def test_the_simulation_computes_q_and_shows_the_policy():
     )
 
 
-def test_learners_hold_no_probabilities():
-    """The rivals neither: tests/rivals/test_games.py."""
-    learner = Softmax(MDP)
-    assert learner.mdp.is_blind
-    assert learner.proposes_policy
-    assert not any(MDP in (x, getattr(x, "mdp", None)) for x in vars(learner).values())
-
-
 @pytest.mark.parametrize("name", ["masked", "contexts", "layers", "no_choice", "corridor"])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_blind_mdp_has_the_layout_and_uniform_rows(name, sparse):

@@ -87,21 +87,6 @@ def test_a_q_of_moderate_accuracy_is_taken():
         assert occ.simulate(MDP, Proposes(nearly), LOSSES, 5).finished
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-def test_good_learners_pass_on_every_mdp(sparse):
-    class Wanders(occ.Learner):
-        def propose(self, t):
-            weights = torch.where(self.mdp.actions, random_loss(self.mdp, seed=t) + 1e-9, 0.0)
-            return occupancy(self.mdp, weights / weights.sum(-1, keepdim=True))[None]
-
-    for name in ("masked", "contexts", "layers", "no_choice", "corridor"):
-        mdp = PROBLEMS[name]().mdp
-        mdp = mdp.to_sparse() if sparse else mdp
-        assert occ.simulate(
-            mdp, Wanders(mdp), occ.BernoulliLosses(random_loss(mdp)), 5, (0, 1)
-        ).finished
-
-
 class Charges(occ.LossProcess):
     stride = 3
 
@@ -219,25 +204,6 @@ def test_right_diagnostics_are_recorded():
     first, last = (str(warning.message) for warning in caught)
     assert first.startswith("Diagnosed: the step of episode 1, seed 9, was not certified. The run")
     assert last.startswith("Diagnosed: 3 of 6 steps")
-
-
-@pytest.mark.parametrize(
-    ("policy", "words"),
-    [
-        (Q, ["layer 0, state 0", "sum to", "expected 1"]),
-        (
-            torch.full((4, 2), 0.5, dtype=torch.float64),
-            ["layer 0, state 1, action 1 is 0.5", "no such action"],
-        ),
-        (replaced(uniform_policy(MDP), (2, 1), NAN), ["layer 1, state 0, action 1 is nan"]),
-        (uniform_policy(MDP).float(), ["float32"]),
-        (uniform_policy(MDP).mT, ["(4, 2)", "(2, 4)"]),
-    ],
-)
-def test_a_fixed_policy_is_a_policy(policy, words):
-    with pytest.raises(ValueError, match="policy: ") as caught:
-        occ.FixedPolicy(MDP, policy)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 class Careless(occ.Learner):
@@ -442,17 +408,6 @@ def test_other_bad_settings_are_refused_by_both_backends(backend):
     learner.step = occ.FTRLStep(other, good)
     with pytest.raises(ValueError, match="learner: its step is for another MDP"):
         occ.simulate(MDP, learner, LOSSES, 3, backend=backend)
-
-
-@pytest.mark.parametrize("backend", ["torch", "engine"])
-def test_an_estimator_may_be_exchanged_before_a_run(backend):
-    learner = occ.FTRL(MDP, occ.Tsallis())
-    fresh = occ.FTRL(MDP, occ.Tsallis(), occ.FullInformation())
-    learner.estimator = occ.FullInformation()
-    regrets = [
-        occ.simulate(MDP, each, LOSSES, 30, backend=backend).regret for each in (learner, fresh)
-    ]
-    assert torch.equal(*regrets)
 
 
 # -- ties --------------------------------------------------------------------------------------

@@ -157,16 +157,6 @@ def test_fixed_policies():
     )
 
 
-@pytest.mark.parametrize("name", ["masked", "contexts", "layers"])
-def test_the_best_policy_in_hindsight_has_no_regret(name):
-    mdp = PROBLEMS[name]().mdp
-    mean = random_loss(mdp, seed=9)
-    history = occ.simulate(
-        mdp, occ.FixedPolicy.best_in_hindsight(mdp, mean), occ.BernoulliLosses(mean), 50, range(3)
-    )
-    assert float(history.regret.abs().max()) < 1e-12
-
-
 def test_a_learner_with_budgets_meets_them_in_every_episode():
     mdp = occ.LayeredMDP.random(2, 2, 3, seed=0)
     mean = random_loss(mdp, seed=1)
