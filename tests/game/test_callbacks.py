@@ -38,6 +38,9 @@ def read(directory):
     return found.Reload()
 
 
+PARTS = ("", "_lower", "_upper")
+
+
 def curve(found, tag):
     events = found.Scalars(tag)
     return [event.step for event in events], torch.tensor([event.value for event in events])
@@ -47,8 +50,8 @@ def test_every_curve_equals_the_history(tmp_path):
     history = play(tmp_path)
     found, t = read(tmp_path), history.episodes
     mean, realised = band(history.regret).mean, band(history.realised_regret)
-    expected = {f"Regret/{x}": y for x, y in band(history.regret)._asdict().items()}
-    expected |= {f"Regret/realised_{x}": y for x, y in realised._asdict().items()}
+    expected = {f"Regret/mean{x}": y for x, y in zip(PARTS, band(history.regret), strict=True)}
+    expected |= {f"Regret/realised_mean{x}": y for x, y in zip(PARTS, realised, strict=True)}
     expected |= {
         "Regret/over_sqrt_T": mean / t.sqrt(),
         "solver/newton_steps": history.newton_steps.mean(0),
@@ -102,7 +105,7 @@ def test_images_text_layout_and_hparams(tmp_path):
     assert heat_maps[0] == 1
     assert heat_maps[-1] == EPISODES
     assert len(heat_maps) <= 4 < len(history.episodes)
-    (figure,) = found.Images("Regret/figure")
+    (figure,) = found.Images("Regret/on_log_axes")
     assert figure.step == EPISODES
     assert Image.open(io.BytesIO(figure.encoded_image_string)).size == (figure.width, figure.height)
     (text,) = found.Tensors("configuration/text_summary")
@@ -127,7 +130,7 @@ def test_images_text_layout_and_hparams(tmp_path):
 def test_corruption_is_a_curve_where_there_is_some(tmp_path):
     history = play(tmp_path, losses=occ.Corrupted(occ.BernoulliLosses(MEAN), budget=5.0))
     torch.testing.assert_close(
-        curve(read(tmp_path), "Regret/corruption_spent")[1], history.corruption.mean(0).float()
+        curve(read(tmp_path), "Regret/spent_corruption")[1], history.corruption.mean(0).float()
     )
 
 
@@ -171,7 +174,7 @@ def test_a_resumed_run_has_every_point_once(tmp_path, moved):
     assert len(found.Tensors("configuration/text_summary")) == 1
     next_second()
     play(directory, **kept, **options)  # finished already: nothing to add
-    assert [event.step for event in read(directory).Images("Regret/figure")] == [300]
+    assert [event.step for event in read(directory).Images("Regret/on_log_axes")] == [300]
 
 
 def test_a_run_from_the_beginning_replaces_what_was_there(tmp_path):
@@ -250,7 +253,7 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path, missing, callback):
     monkeypatch.setitem(sys.modules, missing, None)
     watching = [callback(*[tmp_path] * (callback is occ.TensorBoard))]
     losses = occ.BernoulliLosses(MEAN)
-    with pytest.raises(ImportError, match=rf"{missing}.*pip install torch-occ\[experiments\]"):
+    with pytest.raises(ImportError, match=rf"{missing}.*pip install 'torch-occ\[experiments\]'"):
         occ.simulate(MDP, NothingIsPlayed(MDP), losses, 1, callbacks=watching)
 
 

@@ -18,4 +18,3 @@ from torch_occ.game.comparing import LearnerComparison as LearnerComparison
 from torch_occ.game.estimators import CentredEstimator as CentredEstimator
 from torch_occ.game.history import Mean as Mean
 from torch_occ.game.history import comparator as comparator
-from torch_occ.game.shifted import MeanHints as MeanHints

@@ -80,14 +80,15 @@ class ProgressBar(Callback):
 
 #: Columns of the HParams dashboard: the first parameters, and the curves whose last value is shown.
 _COMPARED = ("learner", "losses", "alpha", "beta", "gamma")
-_METRICS = ["Regret/mean", "Regret/lower", "Regret/upper", "Regret/realised_mean"]
+_METRICS = ["Regret/mean", "Regret/mean_lower", "Regret/mean_upper", "Regret/realised_mean"]
 _METRICS += ["policy/distance_to_optimal", "solver/uncertified"]
 
 #: Charts of the Custom Scalars dashboard.
-_BANDS = {"pseudo-regret": "Regret/", "realised regret": "Regret/realised_"}
+_BANDS = {"pseudo-regret": "Regret/mean", "realised regret": "Regret/realised_mean"}
+_PARTS = dict(zip(Band._fields, ("", "_lower", "_upper"), strict=True))
 _LAYOUT = {
     "regret": {
-        f"{name}: mean and 95 % band": ["Margin", [f"{tag}{x}" for x in Band._fields]]
+        f"{name}: mean and 95 % band": ["Margin", [f"{tag}{x}" for x in _PARTS.values()]]
         for name, tag in _BANDS.items()
     }
     | {
@@ -149,10 +150,8 @@ class TensorBoard(Callback):
         # TensorBoard sorts charts by name, capitals first: "Regret" is the first group, and
         # "theta", whose charts are mostly constant, comes late.
         theta = {f"theta/{name}": value for name, value in parameters(run.learner, run.t).items()}
-        believed = run.learner.monitor(run.mdp, run.q)
-        belief = {f"belief/{name}": value for name, value in believed.items()}
         curves = self._curves(run, len(run.recorded) - 1)
-        self._scalars(curves | self._policy(run) | belief | theta, run.t)
+        self._scalars(curves | self._policy(run) | theta, run.t)
         if self.images_per_decade and (run.t >= self.next_image or run.t == run.episodes):
             self._heat_map(run)
             self.next_image = run.t * 10 ** (1 / self.images_per_decade)
@@ -169,7 +168,7 @@ class TensorBoard(Callback):
         if len(history.episodes) and not (self.known and run.t == self.begun):
             who = f"{type(run.learner).__name__}, {len(run.seeds)} seeds"
             image = pixels(regret_figure(history, title=f"{who}: mean and 95 % band"))
-            self.writer.add_image("Regret/figure", image, run.t, dataformats="HWC")
+            self.writer.add_image("Regret/on_log_axes", image, run.t, dataformats="HWC")
             if history.finished:
                 self._hparams(run, "end")
         self.writer.close()
@@ -180,7 +179,7 @@ class TensorBoard(Callback):
         """The values of the i-th checkpoint, over all seeds."""
         t, now = run.recorded[i], {name: rows[i] for name, rows in run.curves.items()}
         values = {
-            f"Regret/{kind}{name}": float(x)
+            f"Regret/{kind}mean{_PARTS[name]}": float(x)
             for kind in ("", "realised_")
             for name, x in band(now[f"{kind}regret"])._asdict().items()
         }
@@ -188,7 +187,7 @@ class TensorBoard(Callback):
         if t > 1:
             values["Regret/over_log_T"] = values["Regret/mean"] / math.log(t)
         if "corruption" in run.process_state:
-            values["Regret/corruption_spent"] = float(now["corruption"].mean())
+            values["Regret/spent_corruption"] = float(now["corruption"].mean())
         if run.learner.diagnostics():
             values["solver/newton_steps"] = float(now["newton_steps"].mean())
             for name in ("dual_residual", "flow_residual"):
