@@ -287,7 +287,7 @@ class Solver(NamedTuple):
     weights: Floats  # (K or K * S * A,)
     tolerance: float
     max_steps: int
-    middle: Shared  # (S * A,), an interior point for cold starts
+    middle: Floats  # (S * A,), an interior point for cold starts
 
 
 class Work(NamedTuple):

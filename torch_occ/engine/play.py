@@ -22,7 +22,6 @@ from torch_occ.engine.lanes import (
     LaneArray,
     anywhere,
     in_lanes,
-    in_lanes_or_shared,
     lane,
     where,
 )
@@ -52,11 +51,13 @@ PerState = Annotated[Floats, "states"]
 class Game(NamedTuple):
     """The episodes of one call for N seeds, and what an episode shows to the learner.
 
-    Seeds have rows and not lanes, except in `means`, which may have a last axis of lanes.
+    Seeds have rows and not lanes, except in `means`, which have a last axis of lanes unless all
+    seeds share them.
     """
 
     model: Model
     means: Floats  # (n or 1, S * A); with a greedy adversary one row, which is overwritten
+    width: Any  # of the means, see `in_lanes`; None if the seeds share them
     numbers: Floats  # (N, n, L, 3), uniform
     tables: Floats  # (N, n, S * A), uniform, under full information; else (N, n, 0)
     before: int  # the number of the previous episode
@@ -108,7 +109,7 @@ def play(game: Game, tally: Tally, learner: Any, work: Work, width: Any) -> None
     their classes declare as `Shared`. There may be fewer seeds than lanes.
     """
     tally, learner, work = in_lanes(tally, width), in_lanes(learner, width), in_lanes(work, width)
-    means = in_lanes_or_shared(game.means, width)
+    means = in_lanes(game.means, game.width)
     for t in range(game.numbers.shape[1]):
         if t > 0 and game.greedy:
             react(game.model, tally.q, means)
@@ -220,45 +221,23 @@ def add_products(noise: int, means: Floats, row: int, times: float, total: Float
 
 
 @routine(inline=True)
-def occupy_by_choice(model: Model, choice: Floats, q: Floats, work: Work) -> None:
-    """Write the occupancy measure of a deterministic policy into q."""
+def occupy_by(model: Model, policy: Floats, chosen: bool, q: Floats, work: Work) -> None:
+    """Write the occupancy measure of a policy, or of the pair chosen in every state, into q."""
     start, num_actions, states = model.start, model.num_actions, work.states
-    begin_at(model, work)
+    for s in range(start[-1]):
+        states[at.U, s] = model.initial[s] if s < start[1] else 0.0
     for k in range(len(start) - 1):
+        width = start[k + 2] - start[k + 1] if k + 2 < len(start) else 0
         for s in range(start[k], start[k + 1]):
             for i in range(s * num_actions, (s + 1) * num_actions):
-                q[i] = where(choice[s] == float(i), states[at.U, s], 0.0)
-                move_on(model, k, i, q[i], work)
-
-
-@routine(inline=True)
-def occupy_by_policy(model: Model, policy: Floats, q: Floats, work: Work) -> None:
-    """Write the occupancy measure of a policy into q."""
-    start, num_actions, states = model.start, model.num_actions, work.states
-    begin_at(model, work)
-    for k in range(len(start) - 1):
-        for s in range(start[k], start[k + 1]):
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                q[i] = states[at.U, s] * policy[i]
-                move_on(model, k, i, q[i], work)
-
-
-@routine(inline=True)
-def begin_at(model: Model, work: Work) -> None:
-    """Write the initial distribution into row U of the states, and zeros behind it."""
-    for s in range(model.start[-1]):
-        work.states[at.U, s] = model.initial[s] if s < model.start[1] else 0.0
-
-
-@routine(inline=True)
-def move_on(model: Model, k: int, i: int, mass: Any, work: Work) -> None:
-    """Add the mass of pair i of layer k to the next states, in row U."""
-    start = model.start
-    if k + 2 < len(start) and anywhere(mass > 0.0):
-        shares, begin, size = likelihoods(model.next_state, i, start[k + 2] - start[k + 1])
-        for j in range(size):
-            there = successor(model.next_state, i, j, start[k + 1])
-            work.states[at.U, there] += mass * shares[begin + j]
+                own = where(policy[s] == float(i), 1.0, 0.0) if chosen else policy[i]
+                mass = states[at.U, s] * own
+                q[i] = mass
+                if width > 0 and anywhere(mass > 0.0):
+                    shares, begin, size = likelihoods(model.next_state, i, width)
+                    for j in range(size):
+                        there = successor(model.next_state, i, j, start[k + 1])
+                        states[at.U, there] += mass * shares[begin + j]
 
 
 def by_proposal(function: Any) -> Any:
@@ -283,11 +262,11 @@ def occupy() -> Any:
 
     @routine(inline=True)
     def by_choice(model: Model, q: Floats, learner: Any, work: Work) -> None:
-        occupy_by_choice(model, learner.choice, q, work)
+        occupy_by(model, learner.choice, True, q, work)
 
     @routine(inline=True)
     def by_policy(model: Model, q: Floats, learner: Any, work: Work) -> None:
-        occupy_by_policy(model, learner.policy, q, work)
+        occupy_by(model, learner.policy, False, q, work)
 
     @routine(inline=True)
     def by_q(model: Model, q: Floats, learner: Any, work: Work) -> None:

@@ -16,14 +16,14 @@ from torch_occ.engine.lanes import anywhere, lane, lanes_of, where
 from torch_occ.engine.layout import (
     Floats,
     Model,
-    Rows,
     Terms,
     Work,
     ahead,
-    either,
     inlined,
+    likelihoods,
     routine,
     span,
+    successor,
     unsigned,
 )
 from torch_occ.engine.psi import bend_at_one, number_of, varies
@@ -217,34 +217,19 @@ def share_of(p: float, s: Any, states: Floats) -> tuple[float, float, float, flo
 
 
 @inlined
-def _expect_dense(
-    next_state: Floats, pair: int, states: Floats, first: int, width: int
+def expect(
+    next_state: Any, pair: int, states: Floats, first: int, width: int
 ) -> tuple[float, float, float, float]:
     """E[value | pair] as a sum of two numbers, the row sum of P minus one, and E|value|."""
     exact, second, rest, total, more, size = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    for j in range(width):
-        a, b, c, d, e, f = share_of(next_state[pair, j], unsigned(first + j), states)
+    shares, begin, count = likelihoods(next_state, pair, width)
+    for j in range(count):
+        s = unsigned(successor(next_state, pair, j, first))
+        a, b, c, d, e, f = share_of(shares[begin + j], s, states)
         exact, second, rest = exact + a, second + b, rest + c
         total, more, size = total + d, more + e, size + f
     exact, lost = two_sum(exact, second)
     return exact, lost + rest, (total - 1.0) + more, size
-
-
-@inlined
-def _expect_sparse(
-    next_state: Rows, pair: int, states: Floats, first: int, width: int
-) -> tuple[float, float, float, float]:
-    exact, second, rest, total, more, size = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    for entry in range(next_state.starts[pair], next_state.starts[pair + 1]):
-        p, s = next_state.probability[entry], next_state.state[entry]
-        a, b, c, d, e, f = share_of(p, s, states)
-        exact, second, rest = exact + a, second + b, rest + c
-        total, more, size = total + d, more + e, size + f
-    exact, lost = two_sum(exact, second)
-    return exact, lost + rest, (total - 1.0) + more, size
-
-
-expect = either(_expect_dense, _expect_sparse)
 
 
 # -- The certificate of a step, compiled: residuals that measure how far q is from the solution ----

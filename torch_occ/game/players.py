@@ -164,6 +164,7 @@ class EnginePlayer:
             game = Game(
                 self.model,
                 charged[0 if alike else group],
+                None if alike else width_of(lanes),
                 drawn[chosen],
                 shown[chosen],
                 run.t,

@@ -18,8 +18,7 @@ from torch_occ.engine import layout as at
 from torch_occ.engine.lanes import Shared, power, sqrt, where
 from torch_occ.engine.layout import Floats, Ints, Model, Solver, Work, routine
 from torch_occ.engine.learners import take_step
-from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
-from torch_occ.engine.play import occupy_by_policy as occupy
+from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, occupy_by, propose
 from torch_occ.game.learners import FTRL
 from torch_occ.game.players import solver_settings
 from torch_occ.mdp.layered import LayeredMDP
@@ -250,7 +249,7 @@ def believe(learner: CompiledUnknown, work: Work) -> None:
             for e in range(entry[i], entry[i + 1]):
                 model.next_state[i, e - entry[i]] = learner.belief[e]
                 model.arrivals[e - entry[i], i] = learner.belief[e]
-    occupy(model, learner.uniform, learner.solver.middle, work)
+    occupy_by(model, learner.uniform, False, learner.solver.middle, work)
 
 
 @routine(inline=True)
@@ -258,7 +257,7 @@ def renew(learner: CompiledUnknown, work: Work) -> None:
     """Start epochs with q of the last policy, or with `restart` of the uniform one."""
     model, new = learner.believed, learner.begun[0] > 0.0
     if not learner.restart:
-        occupy(model, learner.policy, learner.fresh, work)
+        occupy_by(model, learner.policy, False, learner.fresh, work)
     for i in range(len(learner.q)):
         if learner.restart:
             learner.cumulative_loss[i] = where(new, 0.0, learner.cumulative_loss[i])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torch_occ._support.constants import log_spaced
 from torch_occ._support.processes import for_each
-from torch_occ.engine.lanes import allocator, width_of
+from torch_occ.engine.lanes import allocator, pack, width_of
 from torch_occ.engine.layout import Solver, lanes_in, make_work
 from torch_occ.engine.leaps import LEAPS, UNCERTIFIED, LeapSettings, Particle, leap_to_the_end
 from torch_occ.engine.play import NOISE
@@ -67,12 +67,10 @@ def run_leaps(
     for barrier in _barrier(estimator):
         inverse, power = _over_time(mdp, barrier).powers()[:, 0]
         threshold = np.array([(4.0 / inverse) ** 2, -2.0 * power])
-    exponents = weigh.terms.exponent
     model = model_of(mdp)
     lanes = lanes_in(model, particles)
     width, new = lanes or 1, allocator(lanes)
-    terms = weigh.terms._replace(exponent=new(*exponents.shape))
-    terms.exponent.T[...] = exponents  # the lanes are the last axis
+    terms = weigh.terms._replace(exponent=pack(weigh.terms.exponent[None], lanes)[0])
     settings = LeapSettings(
         weigh.powers(),
         threshold,
@@ -84,9 +82,9 @@ def run_leaps(
         model.initial[None],
         float(accuracy),
     )
-    middle = interior_point(mdp).detach().flatten().numpy()
+    middle = pack(interior_point(mdp).detach().flatten().numpy()[None], lanes)[0]
     limits = (Options().tolerance_in(torch.float64), Options().max_steps)
-    shapes = ((4,), (2,), stops.shape, middle.shape, (mdp.num_states,))
+    shapes = ((4,), (2,), stops.shape, settings.means.shape[1:], (mdp.num_states,))
     seeds = np.random.SeedSequence(seed).generate_state(particles, np.uint64).astype(np.uint64)
     groups = []
     for first in range(0, particles, width):
