@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import fields
 
-import llvmlite.binding as llvm
 import pytest
 import torch
 from other_machine import OtherMachine
@@ -229,37 +225,3 @@ def test_on_the_other_machine_a_product_depends_on_its_batch():
     with OtherMachine():
         assert not torch.equal((t**0.37)[:50], t[:50] ** 0.37)
         assert torch.equal((t**0.37)[:32], t[:32] ** 0.37)
-
-
-_OTHER_REGISTERS = """
-import torch, torch_occ as occ
-mdp = occ.LayeredMDP.random(3, 5, 3, seed=0)
-mean = torch.linspace(0, 1, mdp.num_states * mdp.num_actions, dtype=torch.float64)
-losses = occ.BernoulliLosses(mean.reshape(mdp.num_states, mdp.num_actions))
-learner = occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5))
-found = occ.simulate(mdp, learner, losses, 600, range(3), backend="engine")
-print([x.hex() for x in found.last_q.flatten().tolist()])
-"""
-
-
-def in_other_registers(**settings: str) -> str:
-    # The settings of `make test-machines` must not reach the processor that is compared with.
-    own = {name: x for name, x in os.environ.items() if not name.startswith("NUMBA_CPU")}
-    environment = own | settings
-    command = [sys.executable, "-c", _OTHER_REGISTERS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return done.stdout
-
-
-@pytest.mark.skipif(
-    not llvm.get_host_cpu_features().get("avx512f"), reason="needs a processor with AVX-512"
-)
-def test_registers_of_other_widths_give_the_same_bits(tmp_path):
-    """Numba compiles for a processor with AVX2 and fused products, and for this one.
-
-    `make test-machines` compares whole histories, also with sparse transitions.
-    """
-    narrow = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"}
-    found = in_other_registers(NUMBA_CACHE_DIR=str(tmp_path), **narrow)
-    assert found.startswith("['0x")
-    assert found == in_other_registers()

@@ -165,10 +165,6 @@ POLICIES = {  # what is proposed to seeds 5 and 9, and words that the message mu
         replaced(UNIFORM.expand(2, -1, -1), (1, 2, 1), torch.nan),
         ["episode 4, seed 9, layer 1, state 0, action 1 is nan", "a probability"],
     ),
-    "infinite": (
-        replaced(UNIFORM.expand(2, -1, -1), (0, 0, 0), torch.inf),
-        ["episode 4, seed 5, layer 0, state 0, action 0 is inf"],
-    ),
     "negative": (
         UNIFORM[None] + torch.tensor([0.75, -0.75], dtype=torch.float64),
         ["every seed, layer 0, state 0, action 1 is -0.25", "a probability"],
@@ -181,9 +177,7 @@ POLICIES = {  # what is proposed to seeds 5 and 9, and words that the message mu
         replaced(UNIFORM.expand(2, -1, -1), (1, 2, 1), 0.7),
         ["seed 9, layer 1, state 0", "sum to 1.2", "expected 1"],
     ),
-    "single precision": (UNIFORM[None].float(), ["float32", "float64"]),
     "another shape": (UNIFORM, ["(2, 4, 2)", "got (4, 2)"]),
-    "nothing": (None, ["NoneType"]),
 }
 
 

@@ -50,10 +50,6 @@ PROPOSALS = {  # what is proposed to seeds 5 and 9, and words that the message m
         replaced(Q.expand(2, -1, -1), (1, 2, 1), NAN),
         ["seed 9, layer 1, state 0, action 1 is nan", "finite"],
     ),
-    "infinite": (
-        replaced(Q.expand(2, -1, -1), (0, 0, 0), torch.inf),
-        ["seed 5, layer 0, state 0, action 0 is inf"],
-    ),
     "negative": (
         Q[None]
         + torch.tensor([0.5, -0.5], dtype=torch.float64) * (MDP.actions.sum(-1) == 2)[:, None],
@@ -67,8 +63,6 @@ PROPOSALS = {  # what is proposed to seeds 5 and 9, and words that the message m
     "single precision": (Q[None].float(), ["float32", "float64"]),
     "no batch": (Q, ["(2, 4, 2)", "got (4, 2)"]),
     "another batch": (Q.expand(3, -1, -1), ["(2, 4, 2)", "got (3, 4, 2)"]),
-    "transposed": (Q[None].mT, ["(2, 4, 2)", "got (1, 2, 4)"]),
-    "an array": (Q[None].numpy(), ["ndarray"]),
     "nothing": (None, ["NoneType"]),
 }
 
@@ -107,7 +101,6 @@ MEANS = {
         ["episode 5, seed 9, layer 1, state 1, action 1 is nan"],
     ),
     "too large": ((MEAN[None, None] + 0.9, {}), ["episode 4, every seed, layer 0", "[0, 1]"]),
-    "an array": ((MEAN[None, None].numpy(), {}), ["ndarray"]),
     "no state": (MEAN[None, None], ["a pair"]),
     "a state that is none": ((MEAN[None, None], None), ["a dict"]),
 }

@@ -7,6 +7,7 @@ import math
 import operator
 import time
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -120,16 +121,14 @@ def check_seeds(seeds: tuple[int, ...]) -> None:
     """Raise a ValueError unless there is a seed, all differ, and all are below 2**64."""
     if not seeds:
         raise ValueError("seeds: expected at least one")
-    known = set[int]()
-    for seed in seeds:
-        if seed in known:
+    if max(seeds) >= 2**64:
+        raise ValueError(f"seeds: expected integers below 2**64, got {max(seeds)}")
+    for seed, count in Counter(seeds).items():
+        if count > 1:
             raise ValueError(
                 f"seeds: {seed} occurs twice; equal seeds play equal runs, which intervals would "
                 "count as independent ones"
             )
-        if seed >= 2**64:
-            raise ValueError(f"seeds: expected integers below 2**64, got {seed}")
-        known.add(seed)
 
 
 def check_callbacks(callbacks: Any) -> list[Callback]:
@@ -277,18 +276,6 @@ def choose_player(
     return later("game.players").EnginePlayer(mdp, learner, losses)
 
 
-def _copy(learner: Learner) -> Learner:
-    """A copy of the learner for this run; the caller's learner does not change."""
-    try:
-        return learner.copy()
-    except Exception as error:
-        name = type(learner).__name__
-        raise TypeError(
-            f"learner: {name} cannot be copied ({error}), and a run plays a copy; override "
-            f"{name}.copy"
-        ) from error
-
-
 #: The largest number of bytes of random numbers in memory.
 _MEMORY = 1 << 25
 
@@ -331,7 +318,14 @@ class Simulation:
         table, n = (mdp.num_states, mdp.num_actions), len(self.seeds)
         self.per_episode = 3 * mdp.horizon + learner.full_information * math.prod(table)  # numbers
         check_memory(n, self.per_episode)
-        self.learner = learner = _copy(learner)
+        try:
+            self.learner = learner = learner.copy()
+        except Exception as error:
+            name = type(learner).__name__
+            raise TypeError(
+                f"learner: {name} cannot be copied ({error}), and a run plays a copy; override "
+                f"{name}.copy"
+            ) from error
         self.contract = Contract(mdp, learner, losses, self.seeds)
         zeros = torch.zeros(n, *table, dtype=mdp.dtype, device=mdp.device)
         learner.seeds = self.seeds
