@@ -225,3 +225,20 @@ def test_on_the_other_machine_a_product_depends_on_its_batch():
     with OtherMachine():
         assert not torch.equal((t**0.37)[:50], t[:50] ** 0.37)
         assert torch.equal((t**0.37)[:32], t[:32] ** 0.37)
+
+
+@pytest.mark.parametrize(
+    ("learner", "losses", "kind"),
+    [
+        ("importance weighted", "adaptive", "dense"),
+        ("importance weighted", "walk", "sparse"),
+        ("optimistic", "adaptive", "dense"),
+    ],
+)
+def test_a_seed_has_the_same_bits_in_every_group_of_lanes(learner, losses, kind):
+    """One or two seeds are played in few lanes, more in eight; the last group is not full."""
+    seeds, mdp = list(range(17)), MDPS[kind]
+    together = play(learner, losses, seeds, mdp, threads=2)
+    same(play(learner, losses, seeds[:9], mdp), together, seeds[:9])
+    for seed in (0, 8, 16):
+        same(play(learner, losses, [seed], mdp), together, [seed])
