@@ -58,8 +58,10 @@ class Game(NamedTuple):
     model: Model
     means: Floats  # (n or 1, S * A); with a greedy adversary one row, which is overwritten
     width: Any  # of the means, see `in_lanes`; None if the seeds share them
-    numbers: Floats  # (N, n, L, 3), uniform
-    tables: Floats  # (N, n, S * A), uniform, under full information; else (N, n, 0)
+    numbers: Floats  # (N, chunk, L, 3), uniform
+    tables: Floats  # (N, chunk, S * A), uniform, under full information; else (N, 0, 0)
+    first: int  # the row of the first episode in numbers and tables
+    episodes: int  # n
     before: int  # the number of the previous episode
     noise: int
     greedy: bool  # whether `GreedyAdversary` sets the means after the first episode
@@ -110,7 +112,7 @@ def play(game: Game, tally: Tally, learner: Any, work: Work, width: Any) -> None
     """
     tally, learner, work = in_lanes(tally, width), in_lanes(learner, width), in_lanes(work, width)
     means = in_lanes(game.means, game.width)
-    for t in range(game.numbers.shape[1]):
+    for t in range(game.episodes):
         if t > 0 and game.greedy:
             react(game.model, tally.q, means)
         propose(game, t, tally, learner, work)
@@ -198,7 +200,7 @@ def add_moments(game: Game, t: int, row: int, means: Floats, total: Floats) -> N
     if game.greedy or len(means) > 1:
         add_products(game.noise, means, row, 1.0, total)
     elif t == 0:
-        add_products(game.noise, means, row, float(game.numbers.shape[1]), total)
+        add_products(game.noise, means, row, float(game.episodes), total)
 
 
 @routine
@@ -305,13 +307,13 @@ def walk(game: Game, t: int, means: Floats, tally: Tally, learner: Any) -> None:
     model, noise, row = game.model, game.noise, min(t, len(means) - 1)
     layers, full = len(model.start) - 1, game.table.shape[1] > 0
     for n in range(len(game.pairs)):
-        charged, last = lane(means, n), game.numbers[n, t, layers - 1, 2]
+        charged, last = lane(means, n), game.numbers[n, game.first + t, layers - 1, 2]
         for i in range(game.table.shape[1]):
-            game.table[n, i] = draw(noise, charged[row, i], game.tables[n, t, i])
+            game.table[n, i] = draw(noise, charged[row, i], game.tables[n, game.first + t, i])
         game.states[n, 0] = index_drawn(model.initial, 0, model.start[1], last)
     for k in range(layers):
         for n in range(len(game.pairs)):
-            uniforms = game.numbers[n, t, k]
+            uniforms = game.numbers[n, game.first + t, k]
             i = pair_drawn(model, tally, learner, n, game.states[n, k], uniforms[0])
             mean = lane(means, n)[row, i]
             loss = game.table[n, i] if full else draw(noise, mean, uniforms[1])

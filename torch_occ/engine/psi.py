@@ -1,7 +1,7 @@
 """The derivatives of psi at q; psi is a weighted sum of elementary functions of its arguments.
 
 The names follow torch_occ.engine.layout: a slope is a first derivative, a bend a second one. A new
-elementary function needs a number here, a line in `slope_and_bend` and one in `bend_at_one`.
+elementary function needs a number here, a loop in `accumulate` and its curvature in `bend_at_one`.
 Its torch form in torch_occ.regularizers.terms has the same number.
 """
 
@@ -50,26 +50,40 @@ def of_log(weight: Any, x: Any) -> tuple[Any, Any]:
     return weight * inverse, -weight * inverse * inverse
 
 
-@inlined
-def slope_and_bend(function: int, p: Any, weight: Any, x: Any) -> tuple[Any, Any]:
-    """Slope and bend of weight * function(x)."""
-    if function == POWER:
-        return of_power(p, weight, x)
-    if function == X_LOG_X:
-        return of_x_log_x(weight, x)
-    return of_log(weight, x)
+@routine(inline=True)
+def accumulate(function: int, p: Any, weight: Any, table: Floats, row: int) -> None:
+    """Add slope and bend of weight * function(x) for every entry x of a row.
+
+    Each function has its own loop, so that the loops vectorize.
+    """
+    if function == POWER and not anywhere(p != 0.5):
+        for i in range(table.shape[1]):
+            slope, bend = of_root(weight, table[row, i])
+            table[row + at.SLOPE, i] += slope
+            table[row + at.BEND, i] += bend
+    elif function == POWER:
+        for i in range(table.shape[1]):
+            slope, bend = of_power(p, weight, table[row, i])
+            table[row + at.SLOPE, i] += slope
+            table[row + at.BEND, i] += bend
+    elif function == X_LOG_X:
+        for i in range(table.shape[1]):
+            slope, bend = of_x_log_x(weight, table[row, i])
+            table[row + at.SLOPE, i] += slope
+            table[row + at.BEND, i] += bend
+    elif function == LOG:
+        for i in range(table.shape[1]):
+            slope, bend = of_log(weight, table[row, i])
+            table[row + at.SLOPE, i] += slope
+            table[row + at.BEND, i] += bend
 
 
 @routine
-def accumulate(
+def accumulate_each(
     terms: Terms, term: int, weights: Floats, step: int, table: Floats, row: int
 ) -> None:
-    """Add slope and bend of a term for every entry of a row; entry i belongs to pair step * i.
-
-    Loops without branches vectorize.
-    """
+    """`accumulate` with one weight or exponent per entry; entry i belongs to pair step * i."""
     function, p = terms.function[term], number_of(terms, terms.exponent, term, 0)
-    each = varies(terms, weights)
     if function == POWER and not anywhere(p != 0.5) and len(terms.exponent) == len(terms.argument):
         for i in range(table.shape[1]):
             weight = number_of(terms, weights, term, step * i)
@@ -85,11 +99,12 @@ def accumulate(
     else:
         for i in range(table.shape[1]):
             weight = number_of(terms, weights, term, step * i)
-            p = number_of(terms, terms.exponent, term, step * i)
-            if not each:  # square roots are counted elsewhere
-                weight = where((function == POWER) & (p == 0.5), 0.0, weight)
             if anywhere(weight != 0.0):
-                slope, bend = slope_and_bend(function, p, weight, table[row, i])
+                if function == POWER:
+                    p = number_of(terms, terms.exponent, term, step * i)
+                    slope, bend = of_power(p, weight, table[row, i])
+                else:
+                    slope, bend = of_x_log_x(weight, table[row, i])
                 table[row + at.SLOPE, i] += where(weight != 0.0, slope, 0.0)
                 table[row + at.BEND, i] += where(weight != 0.0, bend, 0.0)
 
@@ -183,9 +198,12 @@ def differentiate(
     for term in range(len(terms.argument)):
         if terms.argument[term] == argument:
             p, function = terms.exponent[term], terms.function[term]
-            rooted = (function == LOG) | ((function == POWER) & (p == 0.5))
-            if each or anywhere(not rooted):
-                accumulate(terms, term, weights, step, table, row)
+            if each:
+                accumulate_each(terms, term, weights, step, table, row)
+            elif function == X_LOG_X:
+                accumulate(function, p, weights[term], table, row)
+            elif function == POWER and anywhere((p != 0.5) & (weights[term] != 0.0)):
+                accumulate(function, p, where(p == 0.5, 0.0, weights[term]), table, row)
 
 
 @routine(inline=True)
@@ -278,13 +296,14 @@ def slope_alone(terms: Terms, term: int, step: int, table: Floats, row: int) -> 
 
     Entry i belongs to pair step * i.
     """
-    function = terms.function[term]
     for i in range(table.shape[1]):
-        p = number_of(terms, terms.exponent, term, step * i)
-        if function == POWER and not anywhere(p != 0.5):
-            table[row + at.SLOPE, i] = of_root(1.0, table[row, i])[0]
-        else:
-            table[row + at.SLOPE, i] = slope_and_bend(function, p, 1.0, table[row, i])[0]
+        table[row + at.SLOPE, i] = 0.0
+    if terms.function[term] == POWER and len(terms.exponent) > len(terms.argument):
+        for i in range(table.shape[1]):
+            p = number_of(terms, terms.exponent, term, step * i)
+            table[row + at.SLOPE, i] = of_power(p, 1.0, table[row, i])[0]
+    else:
+        accumulate(terms.function[term], terms.exponent[term], 1.0, table, row)
 
 
 @routine

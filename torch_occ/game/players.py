@@ -133,10 +133,12 @@ class EnginePlayer:
         self.reacts = type(losses) is GreedyAdversary
         self.kept: dict[int, Any] = {}  # scratch memory, by group
 
-    def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None:
+    def play(
+        self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None, rows: range
+    ) -> None:
         """Play episodes run.t + 1, ...; the arguments are those of `simulate.Player`."""
         self.learner.check_settings()
-        count, n, q = len(run.seeds), numbers.shape[1], run.q.clone()
+        count, n, q = len(run.seeds), len(rows), run.q.clone()
         lanes = lanes_for(count, few_lanes(self.model)) if self.in_lanes else None
         sums = {"second_moment": np.zeros((count, 0, 0))}
         for table in (run.sums, run.parts, {"q": q}):
@@ -149,10 +151,9 @@ class EnginePlayer:
         alike = len(charged) == 1 and not self.reacts
         if not alike:
             charged = pack(np.repeat(charged, count // len(charged), 0), lanes)
-        drawn = numbers.contiguous().numpy()
-        shown = np.zeros((count, n, 0))
+        drawn, shown = numbers.numpy(), np.zeros((count, 0, 0))
         if tables is not None:
-            shown = tables.flatten(-2).contiguous().numpy()
+            shown = tables.flatten(-2).numpy()
         keys = np.array([seed % 2**64 for seed in run.seeds], np.uint64)
         each = lanes or 1
         totals = {name: pack(x, lanes) for name, x in sums.items()}
@@ -167,6 +168,8 @@ class EnginePlayer:
                 None if alike else width_of(lanes),
                 drawn[chosen],
                 shown[chosen],
+                rows.start,
+                n,
                 run.t,
                 NOISE[run.losses.noise],
                 self.reacts,

@@ -164,13 +164,16 @@ class Player(Protocol):
     most: int  # episodes per call
     reacts: bool  # plays the adversary itself, and needs only the means of the first episode
 
-    def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None:
-        """Play episodes run.t + 1, ....
+    def play(
+        self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None, rows: range
+    ) -> None:
+        """Play episodes run.t + 1, ..., run.t + n.
 
         Args:
             means: mean losses `(n or 1, N or 1, S, A)`.
-            numbers: uniform numbers `(N, n, L, 3)`.
-            tables: uniform numbers `(N, n, S, A)` for whole loss tables, or None.
+            numbers: uniform numbers of the chunk, `(N, chunk, L, 3)`.
+            tables: uniform numbers `(N, chunk, S, A)` for whole loss tables, or None.
+            rows: the n episodes in the chunk.
         """
 
 
@@ -186,12 +189,14 @@ class TorchPlayer:
         self.mdp = mdp
         self.first = mdp.initial.cumsum(-1)
 
-    def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None:
-        for i in range(numbers.shape[1]):
+    def play(
+        self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None, rows: range
+    ) -> None:
+        for i in rows:
             run.t += 1
             run.since += 1
             proposed, policy = self.ask(run)
-            mean = means[min(i, len(means) - 1)].expand_as(policy)
+            mean = means[min(i - rows.start, len(means) - 1)].expand_as(policy)
             table = None if tables is None else run.losses.draw(mean, tables[:, i])
             # A copy: the learner may change it, and the process keeps the original.
             table = mean.clone() if table is mean else table
@@ -386,10 +391,9 @@ class Simulation:
             means, self.process_state = self.contract.means(found, first + 1, asked)
             while self.t < first + n:
                 stop = self._next_stop(first + n)
-                rows = slice(self.t - origin, stop - origin)
+                rows = range(self.t - origin, stop - origin)
                 part = means if len(means) == 1 else means[self.t - first : stop - first]
-                shown = None if tables is None else tables[:, rows]
-                self.player.play(self, part, numbers[:, rows], shown)
+                self.player.play(self, part, numbers, tables, rows)
                 self._add_parts()
                 self.warned = self.warned or warn_of_first(self)
                 if stop in due:
