@@ -54,6 +54,9 @@ def grid(**axes: Iterable[Any]) -> list[Config]:
     Returns:
         One configuration, a dictionary, per cell.
     """
+    for name, values in axes.items():
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise TypeError(f"{name}: expected a list, got {values!r}; write [{values!r}]")
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 

@@ -203,3 +203,14 @@ class JointEntropies(occ.JointRegularizer):
 def test_a_minimum_that_is_flat_along_states_is_certified(problem, psi):
     mdp, loss, t = problem()
     assert occ.FTRLStep(mdp, psi).solve(0.1 * loss, t, check=False).status == Status.CONVERGED
+
+
+def test_torch_compares_what_is_returned():
+    mdp = occ.LayeredMDP.random(horizon=2, width=2, num_actions=2, seed=0)
+    loss = torch.rand(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    budgets = occ.Budgets(loss[None], torch.tensor([1.3], dtype=torch.float64))
+    steps = [occ.FTRLStep(mdp, occ.Shannon(), constraints=x) for x in (None, budgets)]
+    for function in (*(step.solve for step in steps), lambda x: occ.optimal_policy(mdp, x)):
+        torch.testing.assert_close(function(loss), function(loss))
+        with pytest.raises(AssertionError, match="not close"):
+            torch.testing.assert_close(function(loss), function(loss.flip(0)))

@@ -43,6 +43,7 @@ from torch_occ.engine.shaping import (
     least_unit,
     shape_loss,
     shape_rarely,
+    unit_of,
 )
 
 EPS = float(np.finfo(np.float64).eps)
@@ -146,6 +147,8 @@ def descend(
     unsure = (status == STALLED) & (not (dual <= tolerance))
     if anywhere(unsure):
         dual, flow = refine(model, solver, unsure, fine, dual, flow, work)
+    if uses(terms, at.STATE):
+        dual += state_rounding(model, complement, work)
     good = (status == STALLED) & (dual <= tolerance) & (flow <= tolerance)
     convex = is_convex(model, terms, weights, work)
     status = where(good, where(convex, CONVERGED, NOT_CONVEX), status)
@@ -202,6 +205,17 @@ def refine(
             lift(model, moved, work)
         flow = where(moved, flow_error(model, work), flow)
     return dual, flow
+
+
+@routine
+def state_rounding(model: Model, complement: bool, work: Work) -> Any:
+    """The relative error of q from rounding slopes of states that are added to those of pairs."""
+    error = 0.0
+    for i in range(work.pairs.shape[1]):
+        if model.exists[at.REST, i]:
+            slope = work.states[at.SLOPE, i // model.num_actions]
+            error = max(error, EPS * abs(slope / unit_of(model, i, complement, work.pairs)))
+    return error
 
 
 @routine

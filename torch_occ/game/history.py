@@ -204,7 +204,8 @@ class History:
         episodes = self.episodes.tolist()
         last = episodes[-1] if episodes else 0
         uncertified = int(self.uncertified[:, -1].sum()) if episodes else 0
-        line = f"History: {len(self.seeds)} seeds, {last:,} episodes, played by {self.backend}"
+        seeds = f"{len(self.seeds)} seed{'s' * (len(self.seeds) != 1)}"
+        line = f"History: {seeds}, {last:,} episodes, played by {self.backend}"
         line += "" if self.finished else ", not finished"
         line += f", {uncertified:,} uncertified steps" if uncertified else ""
         curves = (self.regret, self.realised_regret)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -144,6 +145,8 @@ def unroll(
 
     `sparse` says how to store it; by default its size decides.
     """
+    if not isinstance(horizon, Integral):
+        raise TypeError(f"horizon: expected a whole number, got {horizon!r}")
     if horizon < 1:
         raise unexpected("horizon", "at least 1", horizon)
     num_states, num_actions = outcomes.actions.shape

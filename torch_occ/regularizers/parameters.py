@@ -192,6 +192,9 @@ class Parametrized(nn.Module):
                 self._places[name] = value.place
                 self._event_dims[name] = len(value.place.shape)
                 value = value.values
+            if value is None or isinstance(value, str):
+                which = f"{type(self).__name__}: {name}"
+                raise TypeError(f"{which}: expected a number or a tensor, got {value!r}")
             floating = isinstance(value, Tensor) and value.is_floating_point()
             given = torch.as_tensor(value, dtype=None if floating else torch.float64)
             self.register_parameter(name, nn.Parameter(given.detach().clone()))

@@ -84,9 +84,14 @@ class Solution(NamedTuple):
     value: Tensor  # (*batch, S), the multipliers v of the flow constraints
     # (*batch, 5), read by the properties below. One tensor, because making five costs time.
     certificate: Tensor
-    backend: str = "torch"  # "torch" or "engine", the backend that solved it
+    compiled: bool = False  # whether the engine solved it
     multipliers: Tensor | None = None  # (*batch, m), of the budgets; None without budgets
     slack: Tensor | None = None  # (*batch, m), limits minus expected costs; None without budgets
+
+    @property
+    def backend(self) -> str:
+        """The backend that solved it, "torch" or "engine"."""
+        return "engine" if self.compiled else "torch"
 
     @property
     def status(self) -> Tensor:
@@ -146,7 +151,7 @@ class Solution(NamedTuple):
             torch.where(over(where, mine.dim() - where.dim()), theirs, mine)
             for mine, theirs in zip(self[:3], other[:3], strict=True)
         )
-        return Solution(q, value, certificate, self.backend)
+        return Solution(q, value, certificate, self.compiled)
 
 
 class Certified(Protocol):

@@ -491,7 +491,11 @@ class _TunedModule(nn.Module):
         self.objective, self.regularizer = objective, regularizer
 
     def forward(self) -> Evaluation:
-        return self.objective(self.regularizer)
+        found = self.objective(self.regularizer)
+        if not isinstance(found, Evaluation):
+            returned = f"returns {type(found).__name__}, not occ.tuning.Evaluation"
+            raise TypeError(f"objective: {returned}; try occ.tuning.ForecastObjective(worlds)")
+        return found
 
     def at(self, parameters: dict[str, Tensor]) -> Evaluation:
         """The objective with these values in place of the parameters with these names."""
