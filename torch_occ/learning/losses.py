@@ -291,7 +291,7 @@ def _of_some(
 #
 # It is convex in the loss, nonnegative, and zero exactly if the step answers with the target. Its
 # gradient in the loss is target - q, and its second derivative is Pi
-# (torch_occ.step.linearization).
+# (torch_occ.step.implicit).
 
 
 def fenchel_young_loss(

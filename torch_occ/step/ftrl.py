@@ -5,7 +5,7 @@ q_t = argmin over q in Omega of ⟨q, cumulative_loss⟩ + psi_t(q)        (`alg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -107,7 +107,8 @@ class FTRLStep(Frozen):
         self.options = Options(tolerance, max_steps)
         self.in_logs, self.closed = is_entropy(regularizer), is_entropy(regularizer, closed=True)
         #: The name of a schedule that depends on t, if there is one.
-        self.schedule = next(_schedules_of(regularizer), None)
+        schedules = (x for x in regularizer.modules() if isinstance(x, Schedule) and x.depends_on_t)
+        self.schedule = next((type(x).__name__ for x in schedules), None)
         self.interior = interior_point(mdp).detach()
         self._compiled: CompiledStep | None = None
         self.use(backend)
@@ -359,13 +360,6 @@ def _check_parts(mdp: LayeredMDP, regularizer: Regularizer, constraints: Budgets
                 "override pair, rest, state or complement"
             )
     regularizer.check_places(mdp)
-
-
-def _schedules_of(regularizer: Regularizer) -> Iterator[str]:
-    """Yield the names of schedules that depend on t."""
-    for module in regularizer.modules():
-        if isinstance(module, Schedule) and module.depends_on_t:
-            yield type(module).__name__
 
 
 def _check_kind(constraints: Any) -> None:
