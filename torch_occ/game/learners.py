@@ -143,7 +143,7 @@ class Learner:
 class FixedPolicy(Learner):
     """The same policy in every episode; uniform by default."""
 
-    compiled = lambda: later("engine.learners").CompiledFixed  # noqa: E731
+    compiled = lambda: later("game.players").learners.CompiledFixed  # noqa: E731
 
     def __init__(self, mdp: LayeredMDP, policy: Tensor | None = None) -> None:
         super().__init__(mdp)
@@ -193,7 +193,7 @@ class EmpiricalLearner(Learner):
 class FollowTheLeader(EmpiricalLearner):
     """The optimal policy for the average observed losses; unseen pairs cost nothing."""
 
-    compiled = lambda: later("engine.learners").CompiledEmpirical  # noqa: E731
+    compiled = lambda: later("game.players").learners.CompiledEmpirical  # noqa: E731
     scale, floor = 0.0, 0.0
 
     def index(self, t: int) -> Tensor:
@@ -213,7 +213,7 @@ class OptimisticValueIteration(EmpiricalLearner):
             than one layer.
     """
 
-    compiled = lambda: later("engine.learners").CompiledEmpirical  # noqa: E731
+    compiled = lambda: later("game.players").learners.CompiledEmpirical  # noqa: E731
 
     def __init__(self, mdp: LayeredMDP, scale: float = 0.5**0.5, floor: float = 0.0) -> None:
         super().__init__(mdp)
@@ -258,7 +258,7 @@ class FTRL(Learner):
             entry `budget_excess` of the state is the largest ⟨G_i, q_t⟩ - h_i so far, `(N,)`.
     """
 
-    compiled = lambda: later("engine.learners").CompiledFTRL  # noqa: E731
+    compiled = lambda: later("game.players").learners.CompiledFTRL  # noqa: E731
     fingerprint_ignores = (*Learner.fingerprint_ignores, "valid")
 
     def __init__(

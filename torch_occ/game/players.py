@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.processes import for_each
+from torch_occ.engine import learners as learners
 from torch_occ.engine.lanes import Shared, allocator, lanes_for, pack, unpack, width_of
 from torch_occ.engine.layout import (
     NARROW,
