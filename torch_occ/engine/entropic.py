@@ -27,6 +27,7 @@ from torch_occ.engine.lanes import anywhere, exp, lane, lanes_of, log, sqrt, whe
 from torch_occ.engine.layout import (
     AHEAD,
     BEND,
+    DQ,
     ERROR,
     FITTED,
     FORCE,
@@ -44,6 +45,7 @@ from torch_occ.engine.layout import (
     SHARE,
     SLOPE,
     STATE,
+    TRIAL,
     USED,
     D,
     Floats,
@@ -75,9 +77,10 @@ from torch_occ.engine.newton import (
     SMALLEST,
     TINY,
     descend,
+    floor_pairs,
     usable,
 )
-from torch_occ.engine.psi import X_LOG_X, number_of
+from torch_occ.engine.psi import X_LOG_X, derive, number_of
 from torch_occ.engine.shaping import shape_loss, shape_rarely
 
 # Rows of the scratch memory that have another meaning in the steps of other regularizers.
@@ -489,3 +492,54 @@ def settle(
     for s in range(states.shape[1]):
         states[V, s] += states[PLAN, s]
     return where(good, CONVERGED, status), steps, sqrt(max(decrement, 0.0)), flow, dual
+
+
+# -- Linear systems: the derivatives of a step -----------------------------------------------------
+
+
+@routine
+def _solve_any(model: Model, terms: Terms, weights: Floats, source: Floats, work: Work) -> None:
+    floor_pairs(model, work)
+    derive(model, terms, weights, np.inf, work)
+    factorize(model, work.notes[GUESSED] == work.notes[GUESSED], work)
+    solve(model, source, work)
+
+
+@routine
+def _solve_any_or_softly(
+    model: Model, terms: Terms, weights: Floats, source: Floats, work: Work
+) -> None:
+    """With kappa = 0, the system is solved by one pass back and one forth.
+
+    Let m(s) = sum_a pi G with G = P m - x, and u(s) = r(s) + sum u(s',a) P(s|s',a). Then
+    u(s,a) = u(s) pi - q (G - m(s)) / w.
+    """
+    weight, price = entropy_of(terms, weights)
+    if anywhere(not ((weight > 0.0) & (price == 0.0))):
+        _solve_any(model, terms, weights, source, work)
+        return
+    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
+    floor_pairs(model, work)
+    for k in range(len(start) - 2, -1, -1):
+        behind = start[k + 1]
+        after = start[k + 2] - behind if k + 2 < len(start) else 0
+        for s in span(start[k], behind):
+            total, mean = 0.0, 0.0
+            for i in span(s * num_actions, (s + 1) * num_actions):
+                seen = ahead(model.next_state, i, states, V, behind, after) - pairs[FORCE, i]
+                pairs[TRIAL, i] = seen
+                total += pairs[PAIR, i]
+                mean += pairs[PAIR, i] * seen
+            states[0, s], states[V, s] = total, mean / total
+    for k in range(len(start) - 1):
+        arrive(model, DQ, k, work)
+        for s in span(start[k], start[k + 1]):
+            inverse = 1.0 / weight_at(terms, weights, s * num_actions)[0]
+            share = (source[s] + (states[U, s] if k > 0 else 0.0)) / states[0, s]
+            for i in span(s * num_actions, (s + 1) * num_actions):
+                bend = (pairs[TRIAL, i] - states[V, s]) * inverse
+                pairs[DQ, i] = pairs[PAIR, i] * (share - bend)
+
+
+#: Solve H(q) u - E'm = x, E u = r for x in FORCE and the source r: u in DQ, m in V.
+linear = choose(in_logs, _solve_any_or_softly, _solve_any)
