@@ -123,6 +123,8 @@ class UnknownFTRL(CountingLearner):
         self.valid: list[Any] = []  # the last parameters that `check_settings` found valid
         self.widths, self.bonus, self.restart = widths, bonus, restart
         self.full_information = full_information
+        # L ln(S A); at least L ln 2, for there may be nothing to choose.
+        self.choices = mdp.horizon * math.log(max(mdp.num_pairs, 2))
         self.max_episodes = None if widths is None else widths.episodes
 
     @classmethod
@@ -198,11 +200,6 @@ class UnknownFTRL(CountingLearner):
         }
 
     check_settings = FTRL.check_settings
-
-    @property
-    def choices(self) -> float:
-        """L ln(S A); at least L ln 2, for there may be nothing to choose."""
-        return self.mdp.horizon * math.log(max(self.mdp.num_pairs, 2))
 
 
 # -- compiled --------------------------------------------------------------------------------------
