@@ -117,9 +117,11 @@ def _substitute(triangle: Tensor, x: Tensor, upper: bool) -> Tensor:
 
 def join(parts: list[Tensor], event_dims: int) -> Tensor:
     """Concatenate layers whose batch shapes may still differ."""
-    split = [(x, x.shape[: x.dim() - event_dims], x.shape[x.dim() - event_dims :]) for x in parts]
-    batch = broadcast(*(own for _, own, _ in split))
-    return torch.cat([x.expand(*batch, *event) for x, _, event in split], -event_dims)
+    split = [x.shape[: x.dim() - event_dims] for x in parts]
+    batch = broadcast(*split)
+    pairs = zip(parts, split, strict=True)
+    same = [x if own == batch else x.expand(*batch, *x.shape[len(own) :]) for x, own in pairs]
+    return torch.cat(same, -event_dims)
 
 
 # -- the constraints ---------------------------------------------------------------------------
