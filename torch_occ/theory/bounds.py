@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.game.history import self_bounding
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, optimal_policy
 from torch_occ.theory.statements import Parameters, Statement, equality, statement
@@ -53,10 +52,9 @@ def self_bounding_condition(
 
     `occupancies` is sum_t q_t `(*batch, S, A)`, as in `History.cumulative_occupancy`.
     """
-    # That function has the regret on the left.
-    right, left = self_bounding(regret, occupancies, gap, mapping, corruption)
+    left = outside(occupancies * gap, mapping) - corruption
     pairs, scale = math.prod(occupancies.shape[-2:]), occupancies.sum((-2, -1)) + regret.abs()
-    return statement("eq:self_bounding_constraint", left, right, pairs, scale)
+    return statement("eq:self_bounding_constraint", left, regret, pairs, scale)
 
 
 def opt_implicit_bound(
