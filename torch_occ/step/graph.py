@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.fingerprints import fingerprints
-from torch_occ._support.private import outside_graphs, with_autograd
+from torch_occ._support.private import outside_graphs, refuse_compiled_derivatives, with_autograd
 from torch_occ.mdp.checks import as_tensor
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.step.solution import Solution
@@ -115,6 +115,7 @@ def solve_in_graph(
     Raises:
         NotImplementedError: if the graph cannot be divided, in torch.export.
     """
+    refuse_compiled_derivatives()
     reason = _why_not(step, check, given)
     if reason is None:
         t = torch.as_tensor(t, dtype=step.mdp.dtype, device=step.mdp.device)
