@@ -28,6 +28,7 @@ from torch_occ.engine.layout import (
     Ints,
     Kinds,
     Model,
+    Solver,
     Terms,
     V,
     Work,
@@ -52,7 +53,6 @@ class Room(NamedTuple):
     by_exponents: Floats
     loss: Floats  # (S * A,)
     source: Floats  # (S,)
-    no_source: Floats  # (0,), a source that is zero
 
 
 def make_room(numbers: int, model: Model, new: Callable[..., Any]) -> Room:
@@ -65,7 +65,6 @@ def make_room(numbers: int, model: Model, new: Callable[..., Any]) -> Room:
         by_exponents=new(numbers),
         loss=new(num_pairs),
         source=new(num_pairs // model.num_actions),
-        no_source=new(0),
     )
 
 
@@ -172,6 +171,7 @@ def solve_steps(
     pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
     lanes, terms = lanes_of(work.notes), Terms(kinds[0], kinds[1], kinds[2], room.exponents)
     losses, starts, solutions = loss.reshape(-1), start.reshape(-1), q.reshape(-1)
+    solver = Solver(terms, room.weights, tolerance, max_steps, starts)
     for group in range(first, stop):
         model = model_of_group(models, order, group, width)
         for n in range(lanes):
@@ -191,9 +191,7 @@ def solve_steps(
         if anywhere(good & (not entropy)):
             retract(model, PAIR, good & (not entropy), work)
         work.notes[ERROR], work.notes[GUESSED] = np.inf, 0.0
-        status, steps, decrement, flow, dual = follow(
-            model, terms, room.weights, room.loss, tolerance, max_steps, room.no_source, good, work
-        )
+        status, steps, decrement, flow, dual = follow(model, solver, room.loss, good, work)
         for n in range(lanes):
             e, own, own_v = order[group * lanes + n], lane(pairs, n), lane(work.states, n)
             certificate[e, 0] = lane(status, n) if lane(good, n) else BAD_INPUT

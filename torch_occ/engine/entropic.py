@@ -51,6 +51,7 @@ from torch_occ.engine.layout import (
     Floats,
     M,
     Model,
+    Solver,
     Terms,
     U,
     V,
@@ -61,9 +62,12 @@ from torch_occ.engine.layout import (
     finite,
     in_logs,
     inlined,
+    likelihoods,
     routine,
     span,
+    successor,
 )
+from torch_occ.engine.linear import arrive, factorize, solve
 from torch_occ.engine.newton import (
     COARSE,
     EPS,
@@ -78,7 +82,6 @@ from torch_occ.engine.newton import (
 )
 from torch_occ.engine.psi import X_LOG_X, derive, number_of
 from torch_occ.engine.shaping import shape_loss, shape_rarely
-from torch_occ.engine.transitions import arrive, factorize, likelihoods, solve, successor
 
 # Rows of the scratch memory that have another meaning in the steps of other regularizers.
 LOG_POLICY = GRADIENT  # of pairs: log pi
@@ -293,7 +296,7 @@ def certify_logs(model: Model, price: Any, fine: Any, work: Work) -> tuple[Any, 
 # The Newton direction is found in one of two ways:
 #
 # - While no state occupancy is below `DEAD`, by the linear system that all regularizers share
-# (torch_occ.engine.transitions). Its factors are kept from one episode to the next. -
+# (torch_occ.engine.linear). Its factors are kept from one episode to the next. -
 # Otherwise by the Jacobian for relative changes of u, a dense matrix, for up to `SQUARE` states.
 #
 # Other kernels call `follow` for any psi. Regularizers that are not entropies are passed on to
@@ -302,20 +305,12 @@ def certify_logs(model: Model, price: Any, fine: Any, work: Work) -> tuple[Any, 
 
 @routine
 def _settle_or_descend(
-    model: Model,
-    terms: Terms,
-    weights: Floats,
-    loss: Floats,
-    tolerance: float,
-    max_steps: int,
-    source: Floats,
-    running: Any,
-    work: Work,
+    model: Model, solver: Solver, loss: Floats, running: Any, work: Work
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Minimize from q where `running`; psi is an entropy in all these lanes, or in none."""
-    if anywhere(running & (entropy_of(terms, weights)[0] > 0.0)):
-        return settle(model, terms, weights, loss, tolerance, max_steps, source, running, work)
-    return descend(model, terms, weights, loss, tolerance, max_steps, source, running, work)
+    if anywhere(running & (entropy_of(solver.terms, solver.weights)[0] > 0.0)):
+        return settle(model, solver, loss, running, work)
+    return descend(model, solver, loss, running, work)
 
 
 #: Minimize from q, for any psi; the arguments are those of `newton.descend`.
@@ -324,24 +319,16 @@ follow = choose(in_logs, _settle_or_descend, descend)
 
 @inlined
 def follow_or_restart(
-    model: Model,
-    terms: Terms,
-    weights: Floats,
-    loss: Floats,
-    tolerance: float,
-    max_steps: int,
-    source: Floats,
-    middle: Floats,  # (S * A,), an interior point
-    work: Work,
+    model: Model, solver: Solver, loss: Floats, work: Work
 ) -> tuple[Any, Any, Any, Any, Any]:
     """`follow` from q, and from the middle if that fails; the compiled form of `FTRLStep.solve`.
 
     A warm start may lie too close to the boundary; the middle is a safe start. If both attempts
     fail, the result is that of the first.
     """
-    pairs, notes = work.pairs, work.notes
+    pairs, notes, middle = work.pairs, work.notes, solver.middle
     used = notes[USED] > 0.0
-    found = follow(model, terms, weights, loss, tolerance, max_steps, source, used, work)
+    found = follow(model, solver, loss, used, work)
     failed = used & (found[0] != CONVERGED)
     if anywhere(failed):
         for i in range(len(middle)):
@@ -349,7 +336,7 @@ def follow_or_restart(
             pairs[PAIR, i] = where(failed, middle[i], pairs[PAIR, i])
         notes[ERROR] = where(failed, np.inf, notes[ERROR])
         notes[GUESSED] = where(failed, 0.0, notes[GUESSED])
-        again = follow(model, terms, weights, loss, tolerance, max_steps, source, failed, work)
+        again = follow(model, solver, loss, failed, work)
         lost = failed & (again[0] != CONVERGED)
         for i in range(len(middle)):
             pairs[PAIR, i] = where(lost, pairs[KEPT, i], pairs[PAIR, i])
@@ -412,18 +399,12 @@ entropy_of = choose(in_logs, _entropy_of, _no_entropy)
 
 @routine
 def settle(
-    model: Model,
-    terms: Terms,
-    weights: Floats,
-    loss: Floats,
-    tolerance: float,
-    max_steps: int,
-    source: Floats,
-    running: Any,
-    work: Work,
+    model: Model, solver: Solver, loss: Floats, running: Any, work: Work
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Solve log u(guess) = guess by Newton's method; returns the same as `descend`."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
+    tolerance, max_steps = solver.tolerance, solver.max_steps
+    terms, weights = solver.terms, solver.weights
     stale, status, steps, patience = work.notes[ERROR], MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
     best, decrement, first = np.inf, 0.0, True
     solved, (weight, price) = running, entropy_of(terms, weights)
@@ -469,7 +450,7 @@ def settle(
                 for i in span(s * num_actions, (s + 1) * num_actions):
                     pairs[FORCE, i] = force
                     pairs[AHEAD, i] = 0.0
-            solve(model, source, work)
+            solve(model, None, work)
             for s in range(states.shape[1]):
                 states[M, s] = states[U, s] * states[SHARE, s] / weight
         dead = running & (not alive)

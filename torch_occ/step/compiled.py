@@ -28,7 +28,7 @@ from torch_occ.engine.layout import (
     lanes_in,
     make_work,
 )
-from torch_occ.engine.sparse import sweep_all
+from torch_occ.engine.linear import sweep_all
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import SparseLayer
@@ -613,8 +613,8 @@ class CompiledSweeps:
         force = np.zeros((1, 0)) if x is None else _flat(x, batch, 2)
         own = ((p, 2), (inverse, 2), (total, 1), (softest, 1))
         parts: Any = tuple(_flat(part, batch, dims) for part, dims in own)
-        out = (part.view(count, -1).numpy() for part in (v, within, du))
-        sweep_all(self.pairs[1], self.rows, parts, _flat(z, batch, 1), force, x is not None, *out)
+        out: Any = tuple(part.view(count, -1).numpy() for part in (v, within, du))
+        sweep_all(self.pairs[1], self.rows, parts, _flat(z, batch, 1), force, x is not None, out)
         return Swept(v, within, du)
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from torch_occ._support.constants import log_spaced
 from torch_occ._support.processes import for_each
-from torch_occ.engine.lanes import allocator, width_of
-from torch_occ.engine.layout import lanes_in, make_work
+from torch_occ.engine.lanes import allocator, pack, width_of
+from torch_occ.engine.layout import Solver, lanes_in, make_work
 from torch_occ.engine.leaps import LEAPS, UNCERTIFIED, LeapSettings, Particle, leap_to_the_end
 from torch_occ.engine.play import NOISE
 from torch_occ.game.estimators import CentredEstimator, ImportanceWeighted, ReducedVariance
@@ -75,12 +75,10 @@ def run_leaps(
     for barrier in _barrier(estimator):
         inverse, power = _over_time(mdp, barrier).powers()[:, 0]
         threshold = np.array([(4.0 / inverse) ** 2, -2.0 * power])
-    exponents = weigh.terms.exponent
     model = model_of(mdp)
     lanes = lanes_in(model, particles)
     width, new = lanes or 1, allocator(lanes)
-    terms = weigh.terms._replace(exponent=new(*exponents.shape))
-    terms.exponent.T[...] = exponents  # the lanes are the last axis
+    terms = weigh.terms._replace(exponent=pack(weigh.terms.exponent[None], lanes)[0])
     settings = LeapSettings(
         weigh.powers(),
         threshold,
@@ -90,12 +88,11 @@ def run_leaps(
         stops.numpy(),
         phase.numpy(),
         model.initial[None],
-        interior_point(mdp).detach().flatten().numpy(),
         float(accuracy),
-        Options().tolerance_in(torch.float64),
-        Options().max_steps,
     )
-    shapes = ((4,), (2,), stops.shape, settings.middle.shape, (weigh.size,), (mdp.num_states,))
+    middle = pack(interior_point(mdp).detach().flatten().numpy()[None], lanes)[0]
+    limits = (Options().tolerance_in(torch.float64), Options().max_steps)
+    shapes = ((4,), (2,), stops.shape, settings.means.shape[1:], (mdp.num_states,))
     seeds = np.random.SeedSequence(seed).generate_state(particles, np.uint64).astype(np.uint64)
     groups = []
     for first in range(0, particles, width):
@@ -110,8 +107,8 @@ def run_leaps(
         )
 
     def play(i: int) -> None:
-        work = make_work(model, new)
-        leap_to_the_end(model, terms, settings, groups[i], new(0), work, width_of(lanes))
+        solver, work = Solver(terms, new(weigh.size), *limits, middle), make_work(model, new)
+        leap_to_the_end(model, solver, settings, groups[i], work, width_of(lanes))
 
     for_each(play, len(groups))
     regret, counts = (
