@@ -411,6 +411,14 @@ def exploitability(mdp: occ.LayeredMDP, loss: Tensor, q: Tensor) -> float:
     return float((q * cost).sum() - (mdp.initial * best).sum())
 
 
+def test_stages_that_run_out_are_no_certificate(monkeypatch):
+    """Found by experiments.fuzz: the solution of an earlier stage belongs to another w."""
+    monkeypatch.setattr("torch_occ.step.entropic.STAGES", 2)
+    mdp, loss = beach()
+    step = occ.FTRLStep(mdp, occ.ConditionalEntropy() * 1e-4 + Crowd(), backend="torch")
+    assert int(step.solve(loss, check=False).status) == occ.Status.MAX_STEPS
+
+
 @pytest.mark.parametrize(
     ("weight", "tolerance", "most"), [(1e-2, None, 1e-2), (1e-4, None, 1e-4), (2e-8, 1e-5, 5e-8)]
 )
