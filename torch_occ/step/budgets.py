@@ -22,6 +22,7 @@ from torch_occ.step.solution import (
     Solution,
     Status,
     check_batches,
+    check_budgets,
     least_cost,
     over,
     report,
@@ -497,7 +498,7 @@ def solve_with_budgets(
     """
     setting, start, rank = given
     mdp = setting.mdp
-    budgets.check(mdp)
+    check_budgets(budgets, mdp)
     costs, limits = budgets.on_existing_pairs(mdp), budgets.limits
     guess = torch.zeros_like(limits).detach() if multipliers is None else multipliers.detach()
     if guess.shape[-1:] != limits.shape[-1:] or bool((guess < 0).any()):

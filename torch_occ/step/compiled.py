@@ -392,7 +392,7 @@ class CompiledStep:
         """Raise the error of the torch path if an argument is wrong, else return."""
         given = self.evaluator.batch_shapes(self.read(1.0)[1:])
         t, _ = check_arguments(world.mdp, loss, t, start, given)
-        check_types(dict(self.regularizer.named_parameters()), self.mdp)
+        check_types(self.regularizer, self.mdp)
         check_values(self.mdp, loss.detach(), start, t.detach(), zeros=self.in_logs)
 
     def _in_domain(self, values: list[Any], parameters: Sequence[Tensor] | None) -> bool:
@@ -589,7 +589,7 @@ def applies(mdp: LayeredMDP) -> bool:
 
 
 class CompiledSweeps:
-    """The sweeps of torch_occ.step.system.TorchSweeps in a kernel; it loops over a batch."""
+    """The sweeps of torch_occ.step.system in a kernel; it loops over a batch."""
 
     def __init__(self, states: SeparableStates, mdp: LayeredMDP) -> None:
         versions = private.versions_of(mdp.probabilities)

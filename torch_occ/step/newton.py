@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.constants import STALL_AFTER
-from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.layered import LayeredMDP, remembered
 from torch_occ.mdp.layers import DenseLayer, SparseLayer
 from torch_occ.mdp.occupancy import (
     Flow,
@@ -174,6 +174,7 @@ def _cut_values(x: Tensor, digits: int) -> Tensor:
     return _cut(x, torch.exp2(torch.where(size > 0, size, 1.0).log2().ceil() - digits))
 
 
+@remembered
 def conserves_mass(mdp: LayeredMDP) -> bool:
     """Return whether all rows of P sum to one up to rounding."""
     eps = torch.finfo(mdp.dtype).eps

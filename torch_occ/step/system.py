@@ -175,30 +175,29 @@ class Swept(NamedTuple):
 Sweep = Callable[[Tensor, Tensor | None, Tensor | None], Swept]
 
 
-class TorchSweeps:
-    """The sweeps in torch, layer by layer, for dense and sparse layers."""
+def sweeps_in_torch(states: States, flow: LayeredFlow) -> Sweep:
+    """Return the sweeps layer by layer, for dense and sparse layers."""
+    split = flow.mdp.split
+    policies = split(states.p, -2)
 
-    def __init__(self, states: States, flow: LayeredFlow) -> None:
-        self.states, self.flow = states, flow
-        self.policies = flow.mdp.split(states.p, -2)
-
-    def sweep(self, z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
-        flow, split = self.flow, self.flow.mdp.split
+    def sweep(z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
         forces = split(z, -1)
         v = [forces[-1]]
         zero = torch.zeros_like(v[0]).unsqueeze(-1)
         ahead = [zero.expand(*v[0].shape, flow.mdp.num_actions)]
         for k in reversed(range(len(flow.layers))):
             ahead.insert(0, flow.layers[k].ahead(v[0]))
-            v.insert(0, forces[k] + (self.policies[k] * ahead[0]).sum(-1))
+            v.insert(0, forces[k] + (policies[k] * ahead[0]).sum(-1))
         expected = join(ahead, 2)
-        within = self.states.respond(-expected if x is None else x - expected)
+        within = states.respond(-expected if x is None else x - expected)
         sources, parts = None if r is None else split(r, -1), split(within, -2)
         du = [torch.zeros_like(v[0]) if sources is None else sources[0]]
         for k, layer in enumerate(flow.layers):
-            arrived = layer.arrive(parts[k] + self.policies[k] * du[k].unsqueeze(-1))
+            arrived = layer.arrive(parts[k] + policies[k] * du[k].unsqueeze(-1))
             du.append(arrived if sources is None else sources[k + 1] + arrived)
         return Swept(join(v, 1), within, join(du, 1))
+
+    return sweep
 
 
 class ConjugateGradients:
@@ -292,7 +291,7 @@ def sweep_of(states: States, flow: LayeredFlow) -> Sweep:
         if compiled.applies(flow.mdp):
             sweep: Sweep = compiled.CompiledSweeps(states, flow.mdp).sweep
             return sweep
-    return TorchSweeps(states, flow).sweep
+    return sweeps_in_torch(states, flow)
 
 
 @cache
