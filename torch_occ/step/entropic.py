@@ -46,13 +46,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from torch_occ._support.constants import FULL_STEPS, LOG_DEAD, OPEN, STALL_AFTER
-from torch_occ._support.private import versions_of
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import largest_exponent
@@ -90,18 +88,6 @@ def entropy_of(composition: Composition, values: Sequence[Tensor]) -> Entropy:
 
 
 # -- kappa = 0: a closed form ----------------------------------------------------------------------
-
-
-_CONSERVES: WeakKeyDictionary[LayeredMDP, tuple[list[int], bool]] = WeakKeyDictionary()
-
-
-def conserves(mdp: LayeredMDP) -> bool:
-    """Return `conserves_mass`, remembered until a probability is changed in place."""
-    versions = versions_of(mdp.probabilities)
-    known = _CONSERVES.get(mdp)
-    if known is None or known[0] != versions or not versions:
-        known = _CONSERVES[mdp] = versions, conserves_mass(mdp)
-    return known[1]
 
 
 class SoftPlan(NamedTuple):
@@ -326,7 +312,7 @@ def _iterate(
 ) -> tuple[Tensor, Solution]:
     """Newton's method for log u(g) = g; it stops at a relative change of 0.1 unless `precise`."""
     loss, eps = shaped.gaps, torch.finfo(guess.dtype).eps
-    enough, centred = eps**0.5 if precise else 0.1, conserves(mdp)
+    enough, centred = eps**0.5 if precise else 0.1, conserves_mass(mdp)
     # How much log q changes with g, at least.
     share = (entropy.price / entropy.weight).squeeze(-1)
     scale = share.clamp(min=1.0)

@@ -32,8 +32,8 @@ from torch_occ.regularizers.base import SeparableRegularizer, total
 from torch_occ.regularizers.derivatives import Derivatives, Evaluator, derivatives
 from torch_occ.regularizers.parameters import spread_batch, with_rank
 from torch_occ.regularizers.terms import Argument, change
-from torch_occ.step.entropic import Entropic, conserves, entropy_of, poison, push_forward
-from torch_occ.step.newton import newton
+from torch_occ.step.entropic import Entropic, entropy_of, poison, push_forward
+from torch_occ.step.newton import conserves_mass, newton
 from torch_occ.step.solution import (
     Options,
     Solution,
@@ -321,7 +321,7 @@ def solve_setting(
     given = entropy_of(evaluator.composition, [spread_batch(setting.t), *setting.parameters])
     mdp = setting.bind(tensors[2:]).mdp
     closed = is_entropy(evaluator.regularizer, closed=True)
-    centred = not (setting.probabilities or inside_transform()) and conserves(mdp)
+    centred = not (setting.probabilities or inside_transform()) and conserves_mass(mdp)
     equation = Entropic(mdp, options, setting.probabilities, closed, check, centred)
     probabilities = mdp.probabilities if setting.probabilities else ()
     entropy = [with_rank(x, rank, 1) for x in given]
