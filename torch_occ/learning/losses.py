@@ -165,7 +165,8 @@ def _check_polytope(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical
         raise ValueError(
             f"target: {element_of(batch)}{mdp.locate(state)} has the mass {held:.6g}, but "
             f"{arriving:.6g} arrives there, so the target is no occupancy measure of this "
-            "MDP; make one with occupancy(mdp, policy), or use negative_log_likelihood for demonstrations"
+            "MDP; make one with occupancy(mdp, policy), or use negative_log_likelihood for "
+            "demonstrations"
         )
 
 

@@ -567,7 +567,7 @@ def remembered(
     memory: WeakKeyDictionary[LayeredMDP, tuple[list[int], dict[Any, _T]]] = WeakKeyDictionary()
 
     @wraps(function)
-    def recall(mdp: LayeredMDP, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def recall(mdp: LayeredMDP, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         versions = versions_of(mdp.probabilities)
         if mdp not in memory or memory[mdp][0] != versions or not versions:
             memory[mdp] = versions, {}

@@ -210,9 +210,8 @@ def invert_jacobian(mdp: LayeredMDP, entropy: Entropy, at: Unfolded) -> Callable
         onward = (policies[k].exp().unsqueeze(-2) @ kernel).squeeze(-2)  # P_pi, (*batch, n, m)
         log_q = logs[k].unsqueeze(-1) + policies[k]
         relative = log_q.unsqueeze(-1) - logs[k + 1][..., None, None, :]
-        sources = (
-            kernel * relative.clamp(max=largest_exponent(kernel.dtype)).exp()
-        )  # rho(s, a | s')
+        most = largest_exponent(kernel.dtype)
+        sources = kernel * relative.clamp(max=most).exp()  # rho(s, a | s')
         spread = (kernel - onward.unsqueeze(-2)).flatten(-3, -2) / weight
         C = sources.flatten(-3, -2).mT @ spread  # (*batch, m, m)
         inverse = torch.linalg.inv_ex(eye + C @ R).inverse
@@ -284,9 +283,8 @@ def settle(
         few = Options(options.tolerance, most)
         found, solution = _iterate(mdp, shaped, Entropy(lower, price), ahead, few, last)
         count = solution.certificate[..., 1]
-        if bool(
-            ((solution.status == Status.CONVERGED) | (solution.status == Status.STALLED)).all()
-        ):
+        good = (solution.status == Status.CONVERGED) | (solution.status == Status.STALLED)
+        if bool(good.all()):
             older, guess, before, level, share = guess, found, level, lower, share * ratio
             ratio = ratio**1.5 if count.max() <= 3 else ratio
         else:

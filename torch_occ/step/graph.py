@@ -137,8 +137,8 @@ def solve_in_graph(
         return Solution(q, v, certificate, compiled, prices, slack)
     if not torch.compiler.is_dynamo_compiling():
         raise NotImplementedError(f"torch.export: {reason}")
-    given = {"mdp": mdp, "check": check, "constraints": budgets, "multipliers": multipliers}
-    return _solve_outside(step, loss, t, warm_start=warm_start, **given)
+    named = {"mdp": mdp, "check": check, "constraints": budgets, "multipliers": multipliers}
+    return _solve_outside(step, loss, t, warm_start=warm_start, **named)
 
 
 @outside_graphs

@@ -146,7 +146,8 @@ class Solution(NamedTuple):
 
     def merge(self, other: Solution, where: Tensor) -> Solution:
         """Return `other` at the elements given by `where` `(*batch,)`, this solution elsewhere."""
-        return Solution(*merge(where, other[:3], self[:3]), self.compiled)
+        q, value, certificate = merge(where, other[:3], self[:3])
+        return Solution(q, value, certificate, self.compiled)
 
 
 def over(x: Tensor, event_dims: int) -> Tensor:
