@@ -13,8 +13,7 @@ Given a guess g of log u, the derivative of ⟨q, loss⟩ + psi(q) vanishes if
     log u(s')   = log sum_{s,a} P(s'|s,a) exp(log u(s) + log pi(a|s)),
 
 This is soft value iteration backward through the layers, then a forward pass. The step is solved
-when log u = g. These are S equations; nothing in them overflows or underflows, however small q is.
-If kappa = 0, nothing depends on g, and the step has a closed form.
+when log u = g. If kappa = 0, nothing depends on g, and the step has a closed form.
 
 **Newton's method.** Let rho(s,a|s') = q(s,a) P(s'|s,a) / u(s') be the probability of coming from
 (s,a), P_pi and rho_pi the two kernels with the actions summed out, and C(s', .) the covariance
@@ -22,10 +21,8 @@ sum rho(s,a|s') (P(.|s,a) - P_pi(.|s)) / w. Then d(g - log u) / dg is the Jacobi
 
     J = I + kappa (I - rho_pi)^-1 C (I - P_pi)^-1,
 
-Its entries are of the order of the horizon. Its eigenvalues are at least 1, because it is similar
-to the matrix M of torch_occ.step.system. The equations are nearly piecewise linear: full steps from
-the uniform policy take 1 to 8 iterations for losses of 1 to 1e12. The direction equals that of
-torch_occ.step.newton at q, which is a descent direction. From remote starts full steps may cycle,
+whose eigenvalues are at least 1, as it is similar to the matrix M of torch_occ.step.system. The
+equations are nearly piecewise linear, so full steps are taken. From remote starts they may cycle,
 so after FULL_STEPS iterations the step length is 1/2 until the steps are small. If kappa > w, as in
 mean-field games, log pi changes kappa / w times as fast as g. Then w is lowered from kappa in
 stages, each started by extrapolation: g is nearly linear in w. J is inverted layer by layer.
@@ -36,8 +33,7 @@ three derivatives with respect to the loss, w, kappa and the probabilities. Entr
 underflow have the derivative 0. The derivative of v is right even where all of q(s) underflows.
 
 **Certificate.** The dual residual is kappa / w |log u - g|, the error of log q; if kappa > w,
-kappa / w |J^-1 (log u - g)|. In dead
-states, where log u < log DEAD, the error is relative to log u.
+kappa / w |J^-1 (log u - g)|. In dead states, log u < log DEAD, it is relative to log u.
 """
 
 from __future__ import annotations

@@ -144,14 +144,8 @@ States = SeparableStates | GeneralStates
 #     backward:   v = z + P_p v                      the multipliers
 #     forward:    du = r + P'(R(x - P v) + p du)     the change of q(s); all flow constraints hold
 #
-# The guess is right when kappa du = z + p'x. With z = K^(1/2) y - p'x this is M y = b for the
-# matrix M = I + K^(1/2) B' Q B K^(1/2) of the factorization, and K^(1/2) du - y is the residual b
-# - M y.
-#
-# All eigenvalues of M are at least one. They are at most of the order of the horizon squared times
-# the number of actions, whatever q and P are, because no pair sends more mass into a state than the
-# state receives. In practice they are at most a few dozen. An iteration costs one product with P
-# and one with P'.
+# The guess is right when kappa du = z + p'x. With z = K^(1/2) y - p'x this is M y = b (see below),
+# and K^(1/2) du - y is the residual b - M y.
 #
 # The error of a step is measured relative to q(s) in each state, so that rare states are as
 # accurate as frequent ones. Newton's method can use an unfinished step: y is orthogonal to the
@@ -307,29 +301,16 @@ def _largest(residual: Tensor, unit: Tensor) -> Tensor:
 #
 #     H dq = x + E' v,        E dq = r
 #
-# for the step dq `(*batch, S, A)` and the multipliers v `(*batch, S)`. H is block-diagonal over
-# states, except for joint regularizers.
-#
-# **One state.** Its actions are eliminated, which leaves (R, p, kappa).
-#
-# **All states.** Let du be the change of q(s), K = diag(kappa), P_p the transition matrix under p,
-# and Q = P' R P the covariance of the next state under R. Eliminating the actions leaves
+# for the step dq `(*batch, S, A)` and the multipliers v `(*batch, S)`; docs/step.md derives it. Let
+# du be the change of q(s), K = diag(kappa), P_p the transition matrix under p, and Q = P' R P.
+# Without the actions,
 #
 #     kappa du = p'x + (I - P_p) v,        (I - P_p)' du = r + P'R x - Q v.
 #
-# With B = (I - P_p)^-1, which is a sweep through the layers, only the matrix
+# With B = (I - P_p)^-1, a sweep through the layers, M = I + K^(1/2) B' Q B K^(1/2) is left to be
+# factored: as a whole, in conjugate gradients, or layer by layer as in a Kalman filter,
 #
-#     M = I + K^(1/2) B' Q B K^(1/2)
-#
-# has to be factored. It is symmetric. Its eigenvalues are at least 1, and in practice at most a few
-# dozen, whatever the scale of q. There are three methods:
-#
-# - Small MDPs form M and factor it.
-# - Wide and sparse MDPs only apply M, in conjugate gradients.
-# - Others proceed layer by layer, as in a Kalman filter. Y_k is the covariance that arrives in
-#   layer k, and K_k the information there:
-#
-#       Yhat_k = (Y_k^-1 + K_k)^-1,        Y_{k+1} = Q_{k+1} + P_p' Yhat_k P_p.
+#     Yhat_k = (Y_k^-1 + K_k)^-1,        Y_{k+1} = Q_{k+1} + P_p' Yhat_k P_p.
 
 
 class Factorization(Protocol):
