@@ -61,12 +61,6 @@ def test_wrong_arguments_are_named(changed, message, backend):
         occ.simulate(MDP, **arguments)
 
 
-def test_a_table_is_a_tensor_or_an_array():
-    assert torch.equal(occ.BernoulliLosses(MEAN.numpy()).mean, MEAN)
-    with pytest.raises(TypeError, match=r"mean: expected a torch tensor, got .*torch.as_tensor"):
-        occ.BernoulliLosses(MEAN.tolist())
-
-
 def test_numbers_of_numpy_and_torch_are_welcome():
     seeds = torch.arange(2).numpy()
     episodes = torch.tensor(5)

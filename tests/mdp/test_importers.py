@@ -81,14 +81,6 @@ def test_the_end_waits_with_one_action_and_the_loss_of_no_reward():
     assert (lake.loss[lake.origin == ABSORBING][:, 0] == 1.0).all()
 
 
-def test_regret_in_both_units():
-    mdp = occ.LayeredMDP.from_gymnasium("CliffWalking-v1", 4)
-    uniform = occ.occupancy(mdp, occ.uniform_policy(mdp))
-    best = occ.occupancy(mdp, occ.optimal_policy(mdp, mdp.loss).policy)
-    regret = mdp.regret_in_rewards(((uniform - best) * mdp.loss).sum())
-    torch.testing.assert_close(regret, mdp.expected_return(best) - mdp.expected_return(uniform))
-
-
 def test_it_survives_pickling_for_other_processes_and_conversion():
     mdp = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 4, 3)
     assert mdp.origin[0] == 3

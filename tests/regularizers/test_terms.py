@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import torch_occ as occ
 from torch_occ.engine import psi
 from torch_occ.regularizers.terms import Log, Power, XLogX
 
@@ -23,9 +22,3 @@ def test_kernels_have_the_derivatives_of_the_torch_form(name):
     torch.testing.assert_close(torch.from_numpy(table[3]), slope.detach(), rtol=1e-14, atol=0)
     torch.testing.assert_close(torch.from_numpy(table[6]), bend, rtol=1e-14, atol=0)
     assert psi.bend_at_one.py_func(function.code, exponent) == pytest.approx(float(bend[2]))
-
-
-def test_the_built_in_regularizers_use_them():
-    regularizers = (occ.Tsallis(), occ.Shannon(), occ.LogBarrier(1.0))
-    terms = [term for regularizer in regularizers for term in regularizer.table()]
-    assert [term.function.code for term in terms] == [psi.POWER, psi.X_LOG_X, psi.LOG]

@@ -4,10 +4,9 @@ import math
 
 import numpy as np
 import pytest
-import rival_oracles as oracles
 import torch
 from scipy.optimize import linprog
-from zoo import PROBLEMS, random_loss
+from zoo import PROBLEMS, Kept, random_loss
 
 import torch_occ as occ
 from torch_occ.rivals import beliefs
@@ -168,15 +167,23 @@ def by_linear_programming(mdp, policy, transitions, widths, target):
     return -found.fun
 
 
-@pytest.mark.parametrize("case", [*range(4), "masked", "contexts", "layers"])
-def test_upper_occupancy_bounds_are_those_of_the_linear_program(case):
-    """Those of the oracle, with which UOBREPS and UnknownFTRL play the same game."""
-    mdp, seed = (MDP, case) if isinstance(case, int) else (PROBLEMS[case]().mdp.to_dense(), 3)
-    m = random_counts(mdp, seed, most=(4, 30, 400, 10_000)[seed])
-    P, visits = R.empirical_transitions(mdp, m), torch.cat([layer.sum(-1) for layer in m])
-    B = oracles.widths_of(R.Widths.of("practical", mdp), mdp, P, visits)
-    policy = random_loss(mdp, seed=seed) ** 3 * mdp.actions
-    policy = policy / policy.sum(-1, keepdim=True)
-    found = oracles.upper_occupancy(mdp, policy, P, B)
-    expected = [by_linear_programming(mdp, policy, P, B, s) for s in range(mdp.num_states)]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9)
+@pytest.mark.parametrize("episodes", [2, 10, 60, 400])
+@pytest.mark.parametrize("problem", ["dense", "masked", "contexts", "layers"])
+def test_upper_occupancy_bounds_are_those_of_the_linear_program(problem, episodes):
+    """Losses of 1 add 1 / u(s, a) to the visited pairs, so two runs show u of the last episode."""
+    mdp = MDP if problem == "dense" else PROBLEMS[problem]().mdp
+    losses, ends = occ.TableLosses(torch.ones(episodes, *mdp.actions.shape).double()), []
+    learner = R.UnknownFTRL(mdp, occ.Tsallis(), widths=R.Widths.of("practical", mdp))
+    for length in (episodes - 1, episodes):
+        kept = Kept()
+        history = occ.simulate(mdp, learner, losses, length, callbacks=[kept])
+        ends.append({name: x[0] for name, x in kept.learner.state.items()})
+    last, now = ends
+    policy = occ.policy_of(mdp, history.last_q[0])
+    P, B = (beliefs.split_transitions(mdp, last[x]) for x in ("belief", "widths"))
+    visited = (now["visits"] - last["visits"]).nonzero().tolist()
+    assert len(visited) == mdp.horizon
+    for s, a in visited:
+        u = 1 / float(now["cumulative_loss"][s, a] - last["cumulative_loss"][s, a])
+        expected = float(policy[s, a]) * by_linear_programming(mdp, policy, P, B, s)
+        assert u == pytest.approx(expected, rel=1e-7)

@@ -90,15 +90,3 @@ def test_one_layer_is_exponential_weights_with_implicit_exploration():
     found, expected = (occ.simulate(mdp, x, losses, 100, range(3)) for x in (learner, exp3))
     torch.testing.assert_close(found.last_q, expected.last_q, rtol=1e-9, atol=0)
     torch.testing.assert_close(found.regret, expected.regret, rtol=1e-9, atol=1e-9)
-
-
-def test_it_learns():
-    episodes = 20_000
-    mean = 0.3 + 0.4 * (torch.arange(3) != 1).double().expand(7, 3)
-    found = occ.simulate(
-        MDP, R.UOBREPS(MDP, episodes), occ.BernoulliLosses(mean), episodes, range(3)
-    )
-    uniform = episodes * 3 * 0.4 * 2 / 3
-    assert float(found.regret[:, -1].max()) < 0.15 * uniform
-    assert float(found.uncertified.max()) == 0
-    assert float(found.flow_residual.max()) < 1e-12
