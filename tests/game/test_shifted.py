@@ -72,14 +72,3 @@ def test_bad_input():
             occ.ShiftedFTRL(MDP, **{name: value})
     with pytest.raises(ValueError, match=r"ledger: expected one of 'hard', .* got 'soft'"):
         occ.ShiftedFTRL(MDP, ledger="soft")
-    for name in (
-        "CorrectedFTRL",
-        "GradientHints",
-        "AdaptiveFTRL",
-        "AdaptiveRates",
-        "Hints",
-        "MeanHints",
-        "Rates",
-    ):
-        with pytest.raises(AttributeError, match=f"{name} was removed: .*use occ"):
-            getattr(occ, name)

@@ -46,13 +46,10 @@ class Oracle:
 
     def slope_in(self, values, key, residual):
         """The derivative of F in one of the values that it is given."""
-        h = STEP * (abs(values[key]) or 1)
-        ends = []
-        for sign in (1, -1):
-            moved = values.copy()
-            moved[key] += sign * h
-            ends.append(residual(moved))
-        return (ends[0] - ends[1]) / (2 * h)
+        h, (less, more) = STEP * (abs(values[key]) or 1), (values.copy(), values.copy())
+        less[key] -= h
+        more[key] += h
+        return (residual(more) - residual(less)) / (2 * h)
 
     def jacobian(self, z):
         K = mp.zeros(len(z))
@@ -66,6 +63,7 @@ class Oracle:
             change = mp.lu_solve(self.jacobian(z), -self.residual(z, self.theta))
             z = [x + dx for x, dx in zip(z, change, strict=True)]
             if max(abs(change[i] / z[i]) for i in range(len(self.pairs))) < mpf(10) ** -35:
+                self.K = self.jacobian(z)
                 return z[: len(self.pairs)], z[len(self.pairs) :]
         raise AssertionError("the oracle did not converge")
 
@@ -73,7 +71,7 @@ class Oracle:
         """The gradient of <q_bar, q> + <v_bar, v> in everything: K' m = z_bar, then - m . dF."""
         z, n = [*q, *v], len(q)
         bars = [*(float(q_bar[pair]) for pair in self.pairs), *map(float, v_bar)]
-        m = mp.lu_solve(self.jacobian(z).T, mp.matrix(bars))
+        m = mp.lu_solve(self.K.T, mp.matrix(bars))
         found = {"loss": [-x for x in m[:n]], "initial": m[n:]}
         found["P"] = [[m[n + s] * q[i] - m[i] * v[s] for s in self.states] for i in range(n)]
         for name in self.theta:

@@ -6,8 +6,9 @@ from importlib import util
 
 import pytest
 import torch
+from theory_cases import masked
 from torch import Tensor
-from zoo import random_loss
+from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
 from torch_occ import reference
@@ -15,36 +16,11 @@ from torch_occ.mdp.occupancy import flow_adjoint, flow_residual
 from torch_occ.reference import ACCURATE_CLARABEL, ACCURATE_SCS, DEFAULT, MOREAU, compare
 from torch_occ.regularizers import base, catalog
 
-
-def narrow():
-    """Two start states, masks, single actions, a layer with one pair, zero probabilities."""
-    actions = torch.tensor(
-        [[1, 1, 1], [0, 1, 1], [0, 1, 0], [0, 0, 1], [1, 0, 1]], dtype=torch.bool
-    )
-    first = torch.tensor([[[1.0], [1.0], [1.0]]] * 2, dtype=torch.float64)
-    second = torch.tensor([[[0.0, 0.0], [0.4, 0.6], [0.0, 0.0]]], dtype=torch.float64)
-    initial = torch.tensor([0.3, 0.7], dtype=torch.float64)
-    return occ.LayeredMDP(
-        [first, second, torch.ones(2, 3, 1, dtype=torch.float64)], actions=actions, initial=initial
-    )
-
-
-def masked():
-    """Two start states, and states with one, two and three actions in every layer."""
-    actions = torch.tensor(
-        [[1, 0, 0], [1, 1, 1], [0, 1, 0], [1, 0, 1], [1, 1, 1]], dtype=torch.bool
-    )
-    first = torch.rand(2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    first[0, 0, 1] = 0.0
-    initial = torch.tensor([0.25, 0.75], dtype=torch.float64)
-    return occ.LayeredMDP(
-        [first / first.sum(-1, keepdim=True), torch.ones(3, 3, 1, dtype=torch.float64)],
-        actions=actions,
-        initial=initial,
-    )
-
-
-MDPS = {"full": occ.LayeredMDP.random(3, 3, 3, seed=0), "masked": masked(), "narrow": narrow()}
+MDPS = {
+    "full": occ.LayeredMDP.random(3, 3, 3, seed=0),
+    "masked": masked(),
+    "narrow": PROBLEMS["masked"]().mdp,
+}
 
 ENTROPIES = occ.Shannon() / occ.InverseSqrt() + 0.3 * occ.ConditionalEntropy()
 REGULARIZERS = {

@@ -103,16 +103,6 @@ def test_users_functions_see_them_spread():
         occ.FTRLStep(MDP, Mine(strength=random("pair", 0.5, 1.0)))(LOSS)
 
 
-def test_forecasts():
-    psi, scalar = occ.jin_luo(MDP, 0.5, occ.PerState(MDP, 1.0), 1.0), occ.jin_luo(MDP, 0.5, 1.0)
-    losses = occ.BernoulliLosses(MEAN)
-    found, expected = (occ.forecast(MDP, x, losses, 300).final for x in (psi, scalar))
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    each = torch.autograd.grad(found, psi.terms[1].beta)[0]
-    total = torch.autograd.grad(expected, scalar.terms[1].beta)[0]
-    torch.testing.assert_close(each.sum(), total, rtol=1e-7, atol=1e-9)
-
-
 def test_they_are_tuned_entry_by_entry():
     rate = occ.InverseSqrt(occ.PerLayer(MDP, 1.0))
     psi = occ.Tsallis() / rate + occ.LogBarrier(occ.PerState(MDP, 2.0))

@@ -146,16 +146,3 @@ def test_rivals_hold_no_probabilities(name):
     for inner in vars(learner).values():
         assert inner is not MDP
         assert getattr(inner, "mdp", None) is not MDP
-
-
-@pytest.mark.parametrize("name", ["kl-ucb", "thompson"])
-def test_one_state_comes_close_to_lai_and_robbins(name):
-    """At T = 1e5, the slope is within a factor of 1.6 of the limit (24 seeds)."""
-    mdp = occ.LayeredMDP.random(1, 1, 3)
-    mean = torch.tensor([[0.3, 0.5, 0.6]], dtype=torch.float64)
-    history = occ.simulate(mdp, LEARNERS[name](mdp), occ.BernoulliLosses(mean), 100_000, range(24))
-    limit = occ.limits.lower_bound(mdp, mean).value
-    late = history.episodes >= 10_000
-    log, regret = history.episodes[late].double().log(), history.regret[:, late].mean(0)
-    slope = (regret[-1] - regret[0]) / (log[-1] - log[0])
-    assert 0.6 * limit < float(slope) < 1.6 * limit

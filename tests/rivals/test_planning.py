@@ -1,7 +1,5 @@
 """Optimistic planning and posterior sampling: bounds by hand, and what they promise."""
 
-import math
-
 import numpy as np
 import pytest
 import rival_oracles as oracles
@@ -56,42 +54,6 @@ def test_lower_values_are_below_the_optimal_ones(name):
     assert bool((found > 0).any())
 
 
-def test_lower_bounds_never_fall_as_printed():
-    losses = occ.BernoulliLosses(0.1 * MEAN)
-    for name, falls in (("hoeffding", False), ("bernstein", False), ("sharp", True)):
-        learner = OPTIMISTS[name](MDP)
-        learner.delta = 0.999  # bounds above zero
-        learner.log = lambda t: torch.full_like(t, 1e-3)
-        found = lower_bounds(MDP, learner, losses, 60, 3, range(1, 61))
-        assert bool((found[1:] < found[:-1]).any()) == falls
-        assert bool(found.any())
-
-
-def test_strong_optimism_means_no_positive_surplus():
-    """Q_lower <= loss + P V_lower with the true P, wherever Q_lower is not clipped at 0."""
-    losses = occ.BernoulliLosses(MEAN)
-    lower = lower_bounds(MDP, R.StrongEuler(MDP), losses, 20_000, 20)
-    value = lower.amin(-1)
-    for k, P in enumerate(MDP.transitions[:-1]):
-        here, after = MDP.layer_slices[k], MDP.layer_slices[k + 1]
-        low = lower[..., here, :]
-        ahead = torch.einsum("sap,cnp->cnsa", P, value[..., after])
-        assert float(torch.where(low > 0, low - MEAN[here] - ahead, -1.0).max()) <= 0
-    assert bool((lower[..., MDP.layer_slices[1], :] > 0).any())
-
-
-def test_known_corruption_keeps_the_bounds_valid():
-    """The budget makes the optimal actions look bad; the bonus covers it, and only then."""
-    mdp = occ.LayeredMDP.random(2, 2, 2, seed=4)
-    mean = random_loss(mdp, seed=5) * 0.5
-    best = occ.optimal_policy(mdp, mean).value
-    losses = occ.Corrupted(occ.BernoulliLosses(mean), 200.0, "targeted", target=mean)
-    for known in (0.0, 200.0):
-        learner = R.UCBVI(mdp, bonus="sharp", corruption=known)
-        value = lower_bounds(mdp, learner, losses, 400, 50).amin(-1)
-        assert bool((value > best + 1e-12).any()) == (known == 0)
-
-
 def test_slow_layers_keep_the_optimal_actions():
     """With C = 400, no layer with 2^r >= C excludes the best arm, and they exclude the other."""
     bandit = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)])
@@ -114,17 +76,6 @@ def test_layers_are_drawn_with_halving_probabilities():
     shares = kept.learner.state["visits"][:, :, 0].sum(-1).mean(0)  # all begin in state 0
     expected = torch.tensor([1 / 2 + 1 / 64, *(0.5**r for r in range(2, 7))])
     torch.testing.assert_close(shares, expected.double(), rtol=0, atol=4 * (0.25 / 20_000) ** 0.5)
-
-
-def test_the_logarithm_of_the_printed_bonuses_is_that_of_the_paper():
-    learner = R.UCBVI(MDP, 1000, delta=0.05)
-    t = torch.tensor([1.0, 900.0], dtype=torch.float64)
-    assert learner.log(t).tolist() == [math.log(5 * 7 * 3 * (3 * 1000) / 0.05)] * 2
-    expected = [math.log(2 * 7 * 3 * t**2 / 0.1) for t in (1, 900)]
-    assert R.EULER(MDP).log(t).tolist() == pytest.approx(expected, rel=1e-15)
-    layers = R.MultiLayerUCBVI(MDP, 1000)
-    assert layers.logarithm == pytest.approx(math.log(4 * 21 * 11 * 1000 / 0.1))
-    assert layers.corruption == pytest.approx(2 * math.log(2 * 3 * 10 / 0.1) + 6)
 
 
 # -- KL-UCB ----------------------------------------------------------------------------------------

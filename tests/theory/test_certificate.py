@@ -1,5 +1,3 @@
-import time
-
 import pytest
 import torch
 from theory_cases import F64, masked
@@ -262,22 +260,6 @@ def test_evaluating_together_or_one_by_one_makes_no_difference(monkeypatch):
     for name, curve in expected.curves.items():
         rtol = 2e-6 if name.startswith("smooth") else 1e-12
         torch.testing.assert_close(found.curves[name], curve, rtol=rtol, atol=0)
-
-
-class Interrupted(occ.Callback):
-    def on_checkpoint(self, run):
-        if run.t == 20:
-            raise KeyboardInterrupt
-
-
-def test_an_interrupted_run_shows_what_it_had(tmp_path):
-    board = occ.TensorBoard(tmp_path, images_per_decade=0)
-    certificate = theory.Certificate(board)
-    with pytest.raises(KeyboardInterrupt):
-        play(300, board, certificate, Interrupted())
-    assert certificate.curves["episodes"].tolist()[-1] == 20
-    time.sleep(1.01)
-    assert read(tmp_path).Scalars("theory/regret")[-1].step == 20
 
 
 def test_a_run_begun_without_it_cannot_be_continued_with_it(tmp_path):

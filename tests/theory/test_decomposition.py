@@ -32,20 +32,6 @@ def run():
     return trajectory, history, best, u, theory.decompose(MDP, parameters, trajectory, u)
 
 
-def test_the_recorder_has_what_the_run_had(run):
-    trajectory, history, *_ = run
-    shape = (T, SEEDS, MDP.num_states, MDP.num_actions)
-    assert trajectory.q.shape == trajectory.estimate.shape == shape
-    torch.testing.assert_close(trajectory.q.sum(0), history.cumulative_occupancy)
-    visited = (trajectory.estimate > 0).sum((-2, -1))
-    assert int(visited.max()) <= MDP.horizon
-    # Unbiased: every estimate is 1 / q where a loss of 1 was seen.
-    seen = trajectory.estimate > 0
-    torch.testing.assert_close(
-        (trajectory.estimate * trajectory.q)[seen], torch.ones(int(seen.sum()), dtype=F64)
-    )
-
-
 def test_a_recorder_needs_every_episode():
     learner, losses = occ.FTRL(MDP, occ.jin_luo(MDP)), occ.BernoulliLosses(MEAN)
     some = {"checkpoints": [1, 2, 9], "callbacks": [theory.Recorder()]}

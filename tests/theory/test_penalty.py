@@ -1,5 +1,3 @@
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -103,16 +101,3 @@ def test_where_the_lemmas_are_nearly_tight():
     policy[0, 0] = 1 - policy[0, 1:].sum()
     q = occ.occupancy(mdp, policy)
     assert 0.93 < tightest(theory.bound_on_penalty(mdp, q, mapping, mapping, 1e-9)) < 1
-
-
-def test_the_bound_by_hand():
-    """One state, q = (0.9, 0.1), q_opt on the second action, pi = the first."""
-    mdp, alpha = bandit(2), 0.5
-    q, best = torch.tensor([[0.9, 0.1]], dtype=F64), torch.tensor([[0.0, 1.0]], dtype=F64)
-    found = float(theory.penalty_bound(mdp, q, best, one_hot(mdp, 0), alpha))
-    assert found == pytest.approx(1.5 * math.sqrt(0.1) + 2.0 * min(1, 2 * math.sqrt(1.1)))
-    found = float(theory.penalty_bound(mdp, q, best, one_hot(mdp, 1), alpha))
-    assert found == pytest.approx(1.5 * math.sqrt(0.9) + 2.0)
-    closer = torch.tensor([[0.99, 0.01]], dtype=F64)
-    found = float(theory.penalty_bound(mdp, closer, one_hot(mdp, 0), one_hot(mdp, 0), alpha))
-    assert found == pytest.approx(1.5 * 0.1 + 2.0 * 0.2)

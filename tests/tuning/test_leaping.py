@@ -110,7 +110,6 @@ def test_bad_input_is_named():
     psi = occ.jin_luo(mdp)
     given = {"regularizer": psi, "losses": mean, "episodes": 10}
     for options, message in (
-        ({"particles": 0}, "particles: expected at least 1"),
         ({"accuracy": 0.0}, "accuracy: expected a positive number"),
         ({"episodes": 0}, "episodes: expected a number from 1 to 1e12, got 0"),
         ({"losses": mean.expand(2, -1, -1)}, "one MDP and one table of means"),
