@@ -1,0 +1,12 @@
+"""Games with imperfect information: treeplexes as layered MDPs, self-play, and equilibria.
+
+tree         `ExtensiveGame`, its description, and the strategies of a player as a layered MDP
+"""
+
+from torch_occ.games.tree import Chance as Chance
+from torch_occ.games.tree import Decision as Decision
+from torch_occ.games.tree import End as End
+from torch_occ.games.tree import ExtensiveGame as ExtensiveGame
+from torch_occ.games.tree import GamePolicy as GamePolicy
+from torch_occ.games.tree import Treeplex as Treeplex
+from torch_occ.games.tree import dilated_entropy as dilated_entropy

@@ -1,0 +1,457 @@
+"""Games with imperfect information for two players, and the strategies of each as an MDP.
+
+The strategies of a player with perfect recall form a treeplex: x(I, a) is the product of the
+player's own probabilities on the way to the information set I and its action a. A treeplex is the
+flow polytope of a layered MDP. Its states are the information sets; after (I, a) comes one of the
+next information sets, with equal shares; and q(I, a) = w(I) x(I, a), where w(I) is the product of
+the shares on the way to I. Pairs without a next information set lead to an absorbing end.
+
+So every regularizer, step and learner of this package works for games. With
+`loss(I, a) = -sum over ends z after (I, a) of chance(z) x_other(z) payoff(z) / w(I)`, the product
+⟨q, loss⟩ is the expected loss of the player.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torch_occ._support.choices import extra
+from torch_occ.mdp.checks import check_table
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
+from torch_occ.regularizers.base import Regularizer
+from torch_occ.regularizers.catalog import ConditionalEntropy
+from torch_occ.regularizers.parameters import PerState
+from torch_occ.regularizers.schedules import Constant
+
+# -- A plain description of a game -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chance:
+    """A move of chance: (probability, what follows) for each outcome."""
+
+    outcomes: Sequence[tuple[float, Any]]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A move of player 0 or 1, who knows the information set and nothing else.
+
+    `moves` has what follows each action, by the name of the action. All decisions of an information
+    set have the same names in the same order.
+    """
+
+    player: int
+    information_set: Hashable
+    moves: Mapping[Hashable, Any]
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of the game, with the payoffs of both players; by default the game is zero-sum."""
+
+    payoff: float
+    second: float | None = None
+
+
+CHANCE, END = 2, 3  # the kinds of nodes that are no player's
+
+
+class Tree(NamedTuple):
+    """All histories of a game as arrays, which kernels read; Z of them are ends."""
+
+    player: NDArray[np.int64]  # (nodes + 1,): 0, 1, CHANCE or END; one more behind the last
+    place: NDArray[np.int64]  # (nodes + 1,): the state in the player's treeplex, or the end
+    first: NDArray[np.int64]  # (nodes + 1,): where its entries in `child` begin
+    child: NDArray[np.int64]  # (edges,), nodes
+    share: NDArray[np.float64]  # (edges,), the probability of an outcome of chance
+    pair: NDArray[np.int64]  # (2, Z): the last pair of each player before the end, or -1
+    chance: NDArray[np.float64]  # (Z,): the probability that chance allows the end
+
+
+@dataclass(eq=False)
+class _Side:
+    """The information sets of a player, in order of discovery."""
+
+    index: dict[Hashable, int] = field(default_factory=dict)
+    actions: list[tuple[Hashable, ...]] = field(default_factory=list)
+    parent: list[tuple[int, int]] = field(default_factory=list)  # (information set, action)
+    path: list[tuple[Any, ...]] = field(default_factory=list)  # the first that leads there
+
+    def visit(self, node: Decision, parent: tuple[int, int], path: tuple[Any, ...]) -> int:
+        """Return the number of the node's information set; refuse what perfect recall forbids."""
+        name, names = node.information_set, tuple(node.moves)
+        found = self.index.setdefault(name, len(self.actions))
+        if found == len(self.actions):
+            if not names:
+                raise ValueError(f"moves: the decision after {_shown(path)} has no action")
+            self.actions.append(names)
+            self.parent.append(parent)
+            self.path.append(path)
+        place = f"information set {name!r} of player {node.player}"
+        both = f"after {_shown(self.path[found])} and after {_shown(path)}"
+        if self.actions[found] != names:
+            raise ValueError(
+                f"moves: {place} has the actions {list(self.actions[found])} and {list(names)}, "
+                f"{both}; histories that a player cannot tell apart have the same actions"
+            )
+        if self.parent[found] != parent:
+            raise ValueError(
+                f"information_set: {place} forgets what the player did or knew before, {both} "
+                "(imperfect recall); give these histories different information sets"
+            )
+        return found
+
+
+def _shown(path: Sequence[Any]) -> str:
+    return "[" + ", ".join(map(str, path)) + "]"
+
+
+def _walk(root: Any, expand: Callable[[Any], Any]) -> tuple[tuple[_Side, _Side], Tree, Any, int]:
+    """Visit all histories; return the players, the tree, the payoffs and the longest history.
+
+    `expand` turns a handle into a node of the description. The pairs and places of the tree are
+    numbers of information sets, (2, Z, 2) and (nodes,).
+    """
+    sides = _Side(), _Side()
+    nodes: list[tuple[int, int, int]] = []
+    child: list[int] = []
+    share: list[float] = []
+    ends: list[Any] = []
+    payoffs: list[tuple[float, float]] = []
+    deepest = 0
+    # A handle, the edge that leads to it, its path, the last own pairs, and chance.
+    stack: list[Any] = [(root, -1, (), ((-1, 0), (-1, 0)), 1.0)]
+    while stack:
+        handle, edge, path, own, chance = stack.pop()
+        node, deepest = expand(handle), max(deepest, len(path))
+        if edge >= 0:
+            child[edge] = len(nodes)
+        if isinstance(node, End):
+            payoff = (node.payoff, -node.payoff if node.second is None else node.second)
+            if not all(map(math.isfinite, payoff)):
+                raise ValueError(f"payoff: {payoff} after {_shown(path)}; expected finite numbers")
+            nodes.append((END, len(ends), len(child)))
+            ends.append((own, chance))
+            payoffs.append(payoff)
+            continue
+        if isinstance(node, Chance):
+            odds = [p for p, _ in node.outcomes]
+            if not (all(p >= 0 for p in odds) and abs(math.fsum(odds) - 1) < 1e-9):
+                raise ValueError(
+                    f"outcomes: the probabilities of chance after {_shown(path)} are {odds}; "
+                    "expected nonnegative numbers that sum to 1"
+                )
+            nodes.append((CHANCE, 0, len(child)))
+            following = [(x, i, own, p) for i, (p, x) in enumerate(node.outcomes)]
+        elif isinstance(node, Decision):
+            if node.player not in (0, 1):
+                raise ValueError(
+                    f"player: {node.player!r} moves after {_shown(path)}; expected 0 or 1, since a "
+                    "game has two players"
+                )
+            place = sides[node.player].visit(node, own[node.player], path)
+            nodes.append((node.player, place, len(child)))
+            following = []
+            for i, (name, x) in enumerate(node.moves.items()):
+                last = ((place, i), own[1]) if node.player == 0 else (own[0], (place, i))
+                following.append((x, name, last, 1.0))
+        else:
+            raise TypeError(
+                f"root: expected a Chance, Decision or End after {_shown(path)}, got "
+                f"{type(node).__name__}"
+            )
+        for i, (x, name, last, p) in reversed([*enumerate(following, len(child))]):
+            stack.append((x, i, (*path, name), last, chance * p))
+        child += [0] * len(following)
+        share += [p for *_, p in following]
+    nodes.append((END, 0, len(child)))  # behind the last
+    player, place, first = np.ascontiguousarray(np.array(nodes, np.int64).T)
+    pairs = np.array([own for own, _ in ends], np.int64).transpose(1, 0, 2)
+    reach = np.array([chance for _, chance in ends])
+    edges = np.array(child, np.int64), np.array(share, np.float64)
+    return sides, Tree(player, place, first, *edges, pairs, reach), payoffs, deepest
+
+
+# -- The strategies of one player ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Treeplex:
+    """The strategies of a player as a layered MDP; see the module.
+
+    Args:
+        mdp: its states are the information sets, and an absorbing end in some layers.
+        weights: w(I) of each state, `(S,)`; 1 for ends.
+        is_end: which states are absorbing ends, `(S,)`.
+        parent: the pair before each state, flat, `(S,)`; -1 in the first layer and for ends.
+        names: the information set of each state; None for ends.
+        actions: the names of the actions of each state.
+    """
+
+    mdp: LayeredMDP
+    weights: Tensor
+    is_end: Tensor
+    parent: Tensor
+    names: tuple[Hashable, ...]
+    actions: tuple[tuple[Hashable, ...], ...]
+
+    def sequences(self, q: Tensor) -> Tensor:
+        """x = q / w, the sequence form, `(*batch, S, A)`; 0 at ends."""
+        return torch.where(self.is_end[:, None], 0.0, q / self.weights[:, None])
+
+    def occupancy(self, x: Tensor) -> Tensor:
+        """q of a sequence form x `(*batch, S, A)`; what x says of ends is ignored."""
+        ends = self.is_end[:, None] & self.mdp.actions
+        return occupancy(self.mdp, policy_of(self.mdp, torch.where(ends, 1.0, x)))
+
+
+def _treeplex(side: _Side) -> tuple[Treeplex, NDArray[np.int64]]:
+    """The treeplex, and the state of each information set."""
+    width = max(map(len, side.actions), default=1)
+    children: dict[tuple[int, int], list[int]] = {}
+    for i, pair in enumerate(side.parent):
+        children.setdefault(pair, []).append(i)
+    roots = children.pop((-1, 0), [-1])  # -1 is an end
+    order: list[int] = []  # the information set of each state
+    weights, parent, tables = [1.0 / len(roots)] * len(roots), [-1] * len(roots), []
+    layer, initial = roots, weights[:]
+    while layer:
+        following: list[int] = []
+        entries: list[tuple[int, int, float]] = []  # row, column, share
+        alone: list[int] = []  # rows that lead to an end
+        for s, i in enumerate(layer):
+            for a in range(len(side.actions[i]) if i >= 0 else 1):
+                row, after = s * width + a, children.get((i, a), [])
+                alone += [] if after else [row]
+                for j in after:
+                    entries.append((row, len(following), 1.0 / len(after)))
+                    following.append(j)
+                    weights.append(weights[len(order) + s] / len(after))
+                    parent.append(len(order) * width + row)
+        entries += [(row, len(following), 1.0) for row in alone]
+        shape = (len(layer) * width, len(following) + bool(alone))
+        order += layer
+        if following and alone:
+            following.append(-1)
+            weights.append(1.0)
+            parent.append(-1)
+        *at, shares = torch.tensor(entries, dtype=torch.float64).T
+        table = torch.sparse_coo_tensor(
+            torch.stack(at).long(), shares, shape, check_invariants=True
+        )
+        tables.append(table)
+        layer = following
+    sets = np.array(order)
+    actions = tuple(side.actions[i] if i >= 0 else () for i in order)
+    counts = torch.tensor([max(len(names), 1) for names in actions])
+    names = tuple(side.index)
+    plex = Treeplex(
+        LayeredMDP(
+            tables,
+            actions=torch.arange(width) < counts[:, None],
+            initial=torch.tensor(initial, dtype=torch.float64),
+        ),
+        torch.tensor(weights, dtype=torch.float64),
+        torch.from_numpy(sets < 0),
+        torch.tensor(parent),
+        tuple(names[i] if i >= 0 else None for i in order),
+        actions,
+    )
+    state = np.zeros(len(names), np.int64)
+    state[sets[sets >= 0]] = np.flatnonzero(sets >= 0)
+    return plex, state
+
+
+def dilated_entropy(treeplex: Treeplex) -> Regularizer:
+    """The dilated entropy with unit weights, sum_I x(I) sum_a pi(a|I) log pi(a|I).
+
+    `ConditionalEntropy()` is the dilated entropy with the weights w(I). Both steps have a closed
+    form: soft value iteration, here with a temperature for every information set.
+    """
+    return ConditionalEntropy() / Constant(PerState(treeplex.mdp, treeplex.weights))
+
+
+# -- The game --------------------------------------------------------------------------------------
+
+
+class BestResponse(NamedTuple):
+    """A best response, and its expected payoff."""
+
+    policy: Tensor  # (*batch, S, A), deterministic
+    payoff: Tensor  # (*batch,)
+
+
+class ExtensiveGame:
+    """A game for two players with perfect recall, zero-sum or not.
+
+    Strategies are occupancy measures q of `treeplex(player).mdp`, as steps and learners make them.
+    `payoffs` `(Z, 2)` are those of the ends in the order of the description, depth first.
+
+    Args:
+        root: the first node of the description: a `Chance`, a `Decision` or an `End`.
+        expand: makes a node from what stands in the description in its place.
+
+    Raises:
+        ValueError: if a player has imperfect recall (the message shows two histories), there are
+            more than two players, histories in an information set have different actions, or a
+            payoff or a probability is wrong.
+    """
+
+    def __init__(self, root: Any, *, expand: Callable[[Any], Any] = lambda node: node) -> None:
+        sides, tree, payoffs, self.depth = _walk(root, expand)
+        self.payoffs = torch.tensor(payoffs, dtype=torch.float64)
+        self.openspiel: Any = None  # the game of OpenSpiel that it was read from
+        plexes, place, pairs = [], tree.place.copy(), np.full(tree.pair.shape[:2], -1)
+        for i, side in enumerate(sides):
+            plex, state = _treeplex(side)
+            mine, (sets, actions) = tree.player == i, tree.pair[i].T
+            known = sets >= 0
+            place[mine] = state[tree.place[mine]]
+            pairs[i, known] = state[sets[known]] * plex.mdp.num_actions + actions[known]
+            plexes.append(plex)
+        self.treeplexes = (plexes[0], plexes[1])
+        self.tree = tree._replace(pair=pairs, place=place)
+
+    @classmethod
+    def from_openspiel(cls, game: Any) -> ExtensiveGame:
+        """Read a game of OpenSpiel, given by its name, for example "kuhn_poker", or as an object.
+
+        Raises:
+            ImportError: if OpenSpiel is not installed.
+            ValueError: if it is not a game for two players who move in turns.
+        """
+        with extra("games", "from_openspiel needs OpenSpiel"):
+            import pyspiel  # type: ignore[import-not-found]
+        game = pyspiel.load_game(game) if isinstance(game, str) else game
+        if game.num_players() != 2:
+            raise ValueError(f"game: {game} has {game.num_players()} players; expected two")
+        if game.get_type().dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:
+            raise ValueError(
+                f"game: the players of {game} do not move in turns; give "
+                "pyspiel.convert_to_turn_based(game)"
+            )
+
+        def expand(state: Any) -> Chance | Decision | End:
+            if state.is_terminal():
+                return End(*state.returns())
+            if state.is_chance_node():
+                return Chance([(p, state.child(a)) for a, p in state.chance_outcomes()])
+            player = state.current_player()
+            name = state.information_state_string(player)
+            return Decision(player, name, {a: state.child(a) for a in state.legal_actions()})
+
+        found = cls(game.new_initial_state(), expand=expand)
+        found.openspiel = game
+        return found
+
+    def with_payoffs(self, payoffs: Tensor) -> ExtensiveGame:
+        """The same game with other payoffs `(Z, 2)`, which may require gradients.
+
+        Raises:
+            ValueError: if the shape is wrong or a payoff is not finite.
+        """
+        if payoffs.shape != self.payoffs.shape:
+            expected = tuple(self.payoffs.shape)
+            raise ValueError(f"payoffs: expected shape {expected}, got {tuple(payoffs.shape)}")
+        for end, player in (~payoffs.detach().isfinite()).nonzero().tolist():
+            value = payoffs[end, player].item()
+            raise ValueError(f"payoffs: that of player {player} at end {end} is {value}")
+        found = object.__new__(ExtensiveGame)
+        found.__dict__.update(self.__dict__, payoffs=payoffs)
+        return found
+
+    def treeplex(self, player: int) -> Treeplex:
+        """The strategies of a player, 0 or 1."""
+        if player not in (0, 1):
+            raise ValueError(f"player: expected 0 or 1, got {player!r}")
+        return self.treeplexes[player]
+
+    def reach(self, player: int, q: Tensor) -> Tensor:
+        """x of the player's last pair before each end, `(*batch, Z)`."""
+        plex = self.treeplex(player)
+        check_table(f"q of player {player}", q, plex.mdp)
+        x = torch.nn.functional.pad((q / plex.weights[:, None]).flatten(-2), (0, 1), value=1.0)
+        return x[..., torch.from_numpy(self.tree.pair[player])]
+
+    def loss(self, player: int, q_other: Tensor) -> Tensor:
+        """The loss of a player `(*batch, S, A)` against the other's strategy; see the module.
+
+        What happens before the player decides anything is charged to every pair of layer 0.
+        """
+        plex, pairs = self.treeplex(player), torch.from_numpy(self.tree.pair[player])
+        odds = -torch.from_numpy(self.tree.chance) * self.payoffs[:, player]
+        size, flow = plex.mdp.actions.numel(), odds * self.reach(1 - player, q_other)
+        loss = flow.new_zeros(*flow.shape[:-1], size + 1)
+        loss = loss.index_add(-1, torch.where(pairs < 0, size, pairs), flow)
+        table = loss[..., :-1].unflatten(-1, plex.mdp.actions.shape) / plex.weights[:, None]
+        first = plex.mdp.actions & (plex.mdp.layer == 0)[:, None]
+        return table + torch.where(first, loss[..., -1, None, None], 0.0)
+
+    def value(self, q0: Tensor, q1: Tensor) -> Tensor:
+        """The expected payoffs of both players, `(*batch, 2)`."""
+        chance = torch.from_numpy(self.tree.chance)
+        return (chance * self.reach(0, q0) * self.reach(1, q1)) @ self.payoffs
+
+    def best_response(self, player: int, q_other: Tensor) -> BestResponse:
+        """The best response to the other's strategy, by one backward pass."""
+        mdp = self.treeplex(player).mdp
+        plan = optimal_policy(mdp, self.loss(player, q_other))
+        first = plan.value[..., : mdp.layer_sizes[0]]
+        return BestResponse(plan.policy, -(mdp.initial * first).sum(-1))
+
+    def exploitability(self, q0: Tensor, q1: Tensor) -> Tensor:
+        """What the players would gain by best responses, on average over both, `(*batch,)`.
+
+        It is zero at Nash equilibria, and differentiable where best responses are unique.
+        """
+        best = self.best_response(0, q1).payoff + self.best_response(1, q0).payoff
+        return (best - self.value(q0, q1).sum(-1)) / 2
+
+    def __repr__(self) -> str:
+        sets = " and ".join(str(int((~plex.is_end).sum())) for plex in self.treeplexes)
+        name = "" if self.openspiel is None else f"{self.openspiel}, "
+        return f"ExtensiveGame({name}{sets} information sets, {len(self.payoffs)} ends)"
+
+
+@dataclass(frozen=True)
+class GamePolicy:
+    """A policy for each player, `(*batch, S, A)`."""
+
+    game: ExtensiveGame
+    policies: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, game: ExtensiveGame, qs: Sequence[Tensor]) -> GamePolicy:
+        """The policies of two occupancy measures; uniform where a player never gets."""
+        first, second = (policy_of(game.treeplex(i).mdp, q) for i, q in enumerate(qs))
+        return cls(game, (first, second))
+
+    def to_openspiel(self, element: int = 0) -> Any:
+        """A `TabularPolicy` of OpenSpiel, for one element of a batch (of seeds).
+
+        Raises:
+            ValueError: if the game was not read from OpenSpiel.
+        """
+        if self.game.openspiel is None:
+            raise ValueError("to_openspiel: the game was not read from OpenSpiel")
+        from open_spiel.python.policy import TabularPolicy  # type: ignore[import-untyped]
+
+        found = TabularPolicy(self.game.openspiel)
+        found.action_probability_array[:] = 0.0
+        for plex, policy in zip(self.game.treeplexes, self.policies, strict=True):
+            rows = policy.detach().reshape(-1, *policy.shape[-2:])[element]
+            for name, actions, row in zip(plex.names, plex.actions, rows, strict=True):
+                if actions:
+                    place = found.state_lookup[name]
+                    found.action_probability_array[place, list(actions)] = row[: len(actions)]
+        return found
