@@ -18,12 +18,11 @@ import pytest
 from documents import ROOT, anchors, documented
 
 import torch_occ as occ
+from notebooks.make import FOLDER, SCRIPT, SOURCES, cells, notebook
 
 DOCS = ROOT / "docs"
 ASSETS = DOCS / "assets"
 PAGES = sorted(DOCS.rglob("*.md"))
-#: A block that starts worker processes is a script, which another test runs.
-SCRIPT = '__name__ == "__main__"'
 EXECUTED = [
     str(page.relative_to(DOCS).with_suffix(""))
     for page in PAGES
@@ -55,16 +54,30 @@ def prose(page: Path) -> str:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("name", EXECUTED)
 def test_examples_run_and_print_what_they_say(name):
+    """Where a page has a notebook, the cells of the notebook run; they are those of the page."""
     page = DOCS / f"{name}.md"
+    made = [cells(notebook) for notebook, source in SOURCES.items() if source == name]
+    examples = made[0] if made else [(block, documented(block)) for block in blocks(page)]
     session: dict[str, object] = {"__name__": name}
-    assert blocks(page)
-    for number, block in enumerate(blocks(page)):
-        if SCRIPT in block:
+    assert examples
+    for number, (code, outputs) in enumerate(examples):
+        if SCRIPT in code:
             continue
         output = io.StringIO()
         with redirect_stdout(output):
-            exec(compile(block, f"{page.name}, example {number}", "exec"), session)
-        assert output.getvalue().splitlines() == documented(block), block
+            exec(compile(code, f"{page.name}, example {number}", "exec"), session)
+        assert output.getvalue().splitlines() == outputs, code
+
+
+def test_notebooks_are_made_from_the_pages():
+    found = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.ipynb")}
+    made = {name: notebook(name) for name in SOURCES}
+    assert found == made, "run: python notebooks/make.py"
+    for name, page in SOURCES.items():
+        examples = [block for block in blocks(DOCS / f"{page}.md") if SCRIPT not in block]
+        assert [outputs for _, outputs in cells(name)] == [documented(x) for x in examples]
+        for target in re.findall(r"\]\((\.\./[^)#\s]+)", found[name]):
+            assert (FOLDER / target).exists(), target
 
 
 @each_page

@@ -5,9 +5,9 @@
 
 import re
 import tomllib
+from pathlib import Path
 
-from documents import ROOT
-
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "images" / "badges"
 
 _SVG = """\
@@ -50,6 +50,7 @@ def badges() -> dict[str, str]:
         "python.svg": _svg("python", ", ".join(pythons)),
         "torch.svg": _svg("torch", " to ".join(sorted({lowest[1], newest[1]}))),
         "licence.svg": _svg("licence", project["license"]),
+        "notebooks.svg": _svg("notebooks", "open"),
     }
 
 

@@ -3,24 +3,15 @@
 import re
 from pathlib import Path
 
+from notebooks.make import split_outputs
+
 #: The repository.
 ROOT = Path(__file__).parents[2]
 
 
 def documented(block: str) -> list[str]:
-    """The outputs that a block shows: comments behind a `print(...)`, or in the lines after it."""
-    found: list[str] = []
-    after_print = False
-    for line in block.splitlines():
-        if re.match(r"\s*print\(", line):
-            _, behind, output = line.partition("  # ")
-            found += [output] if behind else []
-            after_print = not behind
-        elif after_print and line.startswith("# "):
-            found.append(line[2:])
-        else:
-            after_print = False
-    return found
+    """The outputs that a block shows."""
+    return split_outputs(block)[1]
 
 
 def anchors(text: str) -> set[str]:

@@ -22,16 +22,24 @@ def numbers(x: Tensor) -> list:
     return [numbers(row) for row in x] if x.dim() else mpf(float(x))
 
 
-def solve_exactly(mdp: occ.LayeredMDP, loss: Tensor | list, weight: float, price: float) -> Exact:
+def solve_exactly(
+    mdp: occ.LayeredMDP, loss: Tensor | list, weight: float | Tensor, price: float
+) -> Exact:
     """The solution for w and kappa: equations with 60 digits, solved from the float one.
+
+    If kappa = 0, w may have one value per state.
 
     Steps with the float Jacobian gain 8 digits or more each; the equations say when they hold.
     """
     if isinstance(loss, Tensor):
         loss = numbers(loss)
+    if price == 0:
+        every = numbers(weight) if isinstance(weight, Tensor) else [mpf(weight)] * mdp.num_states
+        log_q, _, value = _unfold(mdp, loss, every, mpf(0), [mpf(0)] * mdp.num_states)
+        return Exact(log_q, value)
     rough = torch.tensor([[float(x) for x in row] for row in loss], dtype=torch.float64)
     entropy = entropic.Entropy(
-        *(torch.tensor(float(x), dtype=torch.float64) for x in (weight, price))
+        *(torch.tensor([float(x)], dtype=torch.float64) for x in (weight, price))
     )
     shaped = shape_finely(mdp, rough)
     uniform = occ.interior_point(mdp).sum(-1).log()
@@ -40,13 +48,13 @@ def solve_exactly(mdp: occ.LayeredMDP, loss: Tensor | list, weight: float, price
     inverse = entropic.invert_jacobian(mdp, entropy, at)(
         torch.eye(len(guess), dtype=torch.float64)
     ).mT
-    weight, price = mpf(weight), mpf(price)
+    weights, price = [mpf(weight)] * mdp.num_states, mpf(price)
     g = numbers(guess)
     for _ in range(40):
-        log_q, log_u, value = _unfold(mdp, loss, weight, price, g)
+        log_q, log_u, value = _unfold(mdp, loss, weights, price, g)
         off = [u - x for u, x in zip(log_u, g, strict=True)]
         size = max(abs(x) / (1 + abs(u)) for x, u in zip(off, log_u, strict=True))
-        if price == 0 or size < mpf(10) ** -45:
+        if size < mpf(10) ** -45:
             return Exact(log_q, value)
         scale = max(abs(x) for x in off)
         step = inverse @ torch.tensor([float(x / scale) for x in off], dtype=torch.float64)
@@ -54,7 +62,7 @@ def solve_exactly(mdp: occ.LayeredMDP, loss: Tensor | list, weight: float, price
     raise AssertionError(f"no digits gained beyond {size}")
 
 
-def _unfold(mdp: occ.LayeredMDP, loss: list, weight: mpf, price: mpf, g: list[mpf]) -> tuple:
+def _unfold(mdp: occ.LayeredMDP, loss: list, weights: list[mpf], price: mpf, g: list[mpf]) -> tuple:
     layers = [range(here.start, here.stop) for here in mdp.layer_slices]
     value, log_pi = [mpf(0)] * mdp.num_states, [[-mp.inf] * mdp.num_actions for _ in g]
     rows = {}
@@ -62,7 +70,7 @@ def _unfold(mdp: occ.LayeredMDP, loss: list, weight: mpf, price: mpf, g: list[mp
         list(zip(layers, [*layers[1:], []], mdp.transitions, strict=True))
     ):
         for s in here:
-            Q = {}
+            Q, weight = {}, weights[s]
             for a in range(mdp.num_actions):
                 if mdp.actions[s, a]:
                     row = [mpf(float(p)) for p in kernel[s - here[0], a]]

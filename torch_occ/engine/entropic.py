@@ -28,6 +28,7 @@ from torch_occ.engine.layout import (
     AHEAD,
     BEND,
     ERROR,
+    FITTED,
     FORCE,
     GAPS,
     GRADIENT,
@@ -72,7 +73,7 @@ from torch_occ.engine.newton import (
     descend,
     usable,
 )
-from torch_occ.engine.psi import X_LOG_X, varies
+from torch_occ.engine.psi import X_LOG_X, number_of
 from torch_occ.engine.shaping import shape_loss, shape_rarely
 from torch_occ.engine.transitions import arrive, factorize, likelihoods, solve, successor
 
@@ -80,18 +81,21 @@ from torch_occ.engine.transitions import arrive, factorize, likelihoods, solve, 
 LOG_POLICY = GRADIENT  # of pairs: log pi
 GUESS = SLOPE  # of states: the guess of log u
 FOUND = OTHERS  # of states: log u from the forward pass
+WEIGHT = FITTED  # of states: w
 
 
 @routine(inline=True)
-def look_ahead(model: Model, weight: Any, price: Any, work: Work) -> None:
+def look_ahead(model: Model, price: Any, work: Work) -> None:
     """Soft value iteration: writes V, log pi, and pi into the row PAIR."""
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
-    exists, inverse = model.exists, 1.0 / weight
+    exists = model.exists
     for k in range(len(start) - 2, -1, -1):
         behind = start[k + 1]
         after = start[k + 2] - behind if k + 2 < len(start) else 0
         for s in span(start[k], behind):
             first, stop, least, total = s * num_actions, (s + 1) * num_actions, np.inf, 0.0
+            weight = states[WEIGHT, s]
+            inverse = 1.0 / weight
             for i in span(first, stop):
                 if exists[PAIR, i]:
                     cost = pairs[GAPS, i] + ahead(model.next_state, i, states, V, behind, after)
@@ -254,18 +258,12 @@ def unit(log_u: Any) -> Any:
 
 
 @routine(inline=True)
-def certify_logs(
-    model: Model,
-    weight: Any,
-    price: Any,
-    fine: Any,
-    work: Work,
-) -> tuple[Any, Any]:
+def certify_logs(model: Model, price: Any, fine: Any, work: Work) -> tuple[Any, Any]:
     """The dual and the flow residual, as in torch_occ.step.entropic; `fine` as in `certify`."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     dual, flow, rounding = 0.0, 0.0, 0.0
     for s in range(states.shape[1]):
-        log_u, total = states[FOUND, s], 0.0
+        log_u, weight, total = states[FOUND, s], states[WEIGHT, s], 0.0
         error = where(price > 0.0, abs(log_u - states[GUESS, s]) / unit(log_u), 0.0)
         dual = max(dual, price / weight * error) + (error - error)
         for i in span(s * num_actions, (s + 1) * num_actions):
@@ -312,9 +310,8 @@ def _settle_or_descend(
     work: Work,
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Minimize from q where `running`; psi is an entropy in all these lanes, or in none."""
-    weight, price = entropy_of(terms, weights)
-    if anywhere(running & (weight > 0.0)):
-        return settle(model, weight, price, loss, tolerance, max_steps, source, running, work)
+    if anywhere(running & (entropy_of(terms, weights)[0] > 0.0)):
+        return settle(model, terms, weights, loss, tolerance, max_steps, source, running, work)
     return descend(model, terms, weights, loss, tolerance, max_steps, source, running, work)
 
 
@@ -373,17 +370,33 @@ def select(condition: Any, x: Any, y: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 @routine(inline=True)
 def _entropy_of(terms: Terms, weights: Floats) -> tuple[Any, Any]:
-    """(w, kappa) as in torch_occ.step.entropic; (0, 0) if psi is not an entropy of that form."""
-    weight, price, others = 0.0, 0.0, varies(terms, weights)
-    for i in range(len(terms.argument)):
-        others = others or terms.function[i] != X_LOG_X
-        if terms.argument[i] == PAIR:
-            weight += weights[i]
-        elif terms.argument[i] != STATE:
-            others = True
-        price += weights[i]
-    good = (price >= 0.0) & (price <= weight) & (weight < np.inf) & (not others)
-    return where(good, weight, 0.0), where(good, price, 0.0)
+    """(w, kappa) as in torch_occ.step.entropic; (0, 0) if psi is not an entropy of that form.
+
+    If w depends on the state, kappa must be 0, and the result has the smallest w.
+    """
+    count, least, largest, others = len(terms.argument), np.inf, 0.0, False
+    for k in range(count):
+        others = others or terms.function[k] != X_LOG_X
+        others = others or (terms.argument[k] != PAIR and terms.argument[k] != STATE)
+    for i in range(len(weights) // count):
+        weight, price = weight_at(terms, weights, i)
+        good = (price >= 0.0) & (price <= weight) & (weight < np.inf)
+        good = good & ((price == 0.0) | (len(weights) == count))
+        least, largest = where(good, min(least, weight), 0.0), max(largest, price)
+    good = (least > 0.0) & (not others)
+    return where(good, least, 0.0), where(good, largest, 0.0)
+
+
+@routine(inline=True)
+def weight_at(terms: Terms, weights: Floats, pair: int) -> tuple[Any, Any]:
+    """(w, kappa) at a pair."""
+    weight, price = 0.0, 0.0
+    for k in range(len(terms.argument)):
+        own = number_of(terms, weights, k, pair)
+        if terms.argument[k] == PAIR:
+            weight += own
+        price += own
+    return weight, price
 
 
 @routine(inline=True)
@@ -397,8 +410,8 @@ entropy_of = choose(in_logs, _entropy_of, _no_entropy)
 @routine
 def settle(
     model: Model,
-    weight: Any,
-    price: Any,
+    terms: Terms,
+    weights: Floats,
     loss: Floats,
     tolerance: float,
     max_steps: int,
@@ -410,11 +423,13 @@ def settle(
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     stale, status, steps, patience = work.notes[ERROR], MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
     best, decrement, first = np.inf, 0.0, True
-    solved = running
+    solved, (weight, price) = running, entropy_of(terms, weights)
     refresh = not (stale <= usable(work.notes[RECENT]))
     fine = not (EPS * shape_loss(model, loss, work) <= COARSE * tolerance * weight)
     if anywhere(fine):
         shape_rarely(model, loss, fine, work)
+    for s in range(states.shape[1]):
+        states[WEIGHT, s] = weight_at(terms, weights, s * num_actions)[0]
     anew = work.notes[GUESSED] == 0.0  # otherwise the guess of the last step is used
     if anywhere(anew):
         for s in range(states.shape[1]):
@@ -427,7 +442,7 @@ def settle(
     status, steps = where(closed, STALLED, status), where(closed, 1.0, steps)
     running = running & (not closed) & (steps < max_steps)
     while True:
-        look_ahead(model, weight, price, work)
+        look_ahead(model, price, work)
         alive = look_back(model, work)
         if len(work.jacobian) == 0:
             status = where(running & (not alive), UNDERFLOW, status)
@@ -488,7 +503,7 @@ def settle(
     work.notes[ERROR] = where(solved, stale, work.notes[ERROR])
     work.notes[GUESSED] = where(solved, 1.0, work.notes[GUESSED])
     work.notes[ROOTED] = where(solved, 0.0, work.notes[ROOTED])
-    dual, flow = certify_logs(model, weight, price, fine, work)
+    dual, flow = certify_logs(model, price, fine, work)
     good = (status == STALLED) & (dual <= tolerance) & (flow <= tolerance)
     for s in range(states.shape[1]):
         states[V, s] += states[PLAN, s]

@@ -381,11 +381,11 @@ def _gap(
     """
     composition = step.evaluator.composition
     weight, price = entropy_of(composition, composition.values(t))
-    pairs, states = _x_log_x(target).sum((-2, -1)), _x_log_x(target.sum(-1)).sum(-1)
-    psi = weight * pairs + (price - weight) * states
+    pairs, states = _x_log_x(target).sum(-1), _x_log_x(target.sum(-1))
+    psi = (weight * pairs + (price - weight) * states).sum(-1)
     best = (initial * solution.value[..., : initial.shape[-1]]).sum(-1)
     paid = (target * loss).sum((-2, -1)) + psi
-    return paid - best if step.closed else paid - best + price * solution.q.sum((-2, -1))
+    return paid - best if step.closed else paid - best + (price * solution.q.sum(-1)).sum(-1)
 
 
 def _x_log_x(x: Tensor) -> Tensor:
@@ -598,7 +598,7 @@ def negative_log_likelihood(
     loss, index = loss.to(model.dtype), states * model.num_actions + actions  # (*batch, N, L)
     now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
     plain = _only_the_loss_moves(step, now, model) and not (transitions or model.batch_shape)
-    if step.closed and plain and moves_of(model).sure:
+    if step.closed and plain and moves_of(model).sure and not step.regularizer.places():
         return _path_likelihood(step, solution, loss, index, now)
     logs = _log_policy(step, solution, loss, t, model).flatten(-2)
     batch = torch.broadcast_shapes(logs.shape[:-1], index.shape[:-2])
@@ -626,8 +626,8 @@ def _path_likelihood(
     visits = visits.scatter_add(-1, flat, share).unflatten(-1, loss.shape[-2:])
     with torch.no_grad():
         paid = torch.where(visits > 0, visits * loss, 0.0).sum((-2, -1))
-        value = (paid - solution.value[..., 0]) / weight
-    slope = (visits - solution.q) / weight[..., None, None]
+        value = (paid - solution.value[..., 0]) / weight.squeeze(-1)
+    slope = (visits - solution.q) / weight.unsqueeze(-1)
     return Envelope.apply(None, value, slope, solution.value, loss)
 
 
@@ -638,7 +638,7 @@ def _log_policy(
     if step.in_logs and step.constraints is None:  # a softmax; see torch_occ.step.entropic
         episode = torch.as_tensor(t, dtype=mdp.dtype, device=mdp.device)
         composition = step.evaluator.composition
-        weight = entropy_of(composition, composition.values(episode)).weight[..., None, None]
+        weight = entropy_of(composition, composition.values(episode)).weight.unsqueeze(-1)
         Q = loss + flow_of(mdp).lookahead(solution.value)
         return torch.where(mdp.actions, -Q / weight, -torch.inf).log_softmax(-1)
     return keep("pair", mdp, solution.q, 1.0).log() - solution.q.sum(-1, keepdim=True).log()

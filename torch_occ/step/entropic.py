@@ -4,7 +4,8 @@ Weighted sums of `Shannon` and `ConditionalEntropy` have the form
 
     psi(q) = w sum q(s,a) log pi(a|s) + kappa sum u(s) log u(s),    q(s,a) = u(s) pi(a|s),
 
-with w > 0 and kappa >= 0: kappa = w for Shannon's entropy, kappa = 0 for the conditional one.
+with w > 0 and kappa >= 0: kappa = w for Shannon's entropy, kappa = 0 for the conditional one. If
+kappa = 0, there may be one w per state, as in dilated entropies of treeplexes.
 Given a guess g of log u, the derivative of ⟨q, loss⟩ + psi(q) vanishes if
 
     v(s)        = kappa (1 + g(s)) - w log sum_a exp(-Q(s,a) / w),    Q = loss + P v,
@@ -72,19 +73,21 @@ from torch_occ.step.solution import (
 
 
 class Entropy(NamedTuple):
-    """The weights w and kappa, of shape `()` or `(*batch,)`."""
+    """The weights of psi."""
 
-    weight: Tensor  # w
-    price: Tensor  # kappa
+    weight: Tensor  # (*batch, 1 or S), w
+    price: Tensor  # (*batch, 1), kappa
 
 
 def entropy_of(composition: Composition, values: Sequence[Tensor]) -> Entropy:
     """Return w and kappa of psi at values of t and its parameters."""
     t, found = values[0], composition.weigh(values).terms
-    weights = [fit(torch.as_tensor(x, dtype=t.dtype, device=t.device), 0) for x in found]
+    given = [torch.as_tensor(x, dtype=t.dtype, device=t.device) for x in found]
+    weights = [fit(x if x.dim() else x[None, None], 1) for x in given]
     terms = zip(weights, composition.terms, strict=True)
     pairs = [weight for weight, term in terms if term.argument == "pair"]
-    return Entropy(sum(pairs[1:], pairs[0]), sum(weights[1:], weights[0]))
+    weight, price = sum(pairs[1:], pairs[0]), sum(weights[1:], weights[0])
+    return Entropy(weight, price if price.shape[-1] == 1 else 0 * price[..., :1])
 
 
 # -- kappa = 0: a closed form ----------------------------------------------------------------------
@@ -107,8 +110,9 @@ def plan_softly(
 ) -> Solution:
     """Solve the step with kappa = 0 by soft value iteration, in differentiable operations.
 
-    Every layer takes a product and a logsumexp: y = log sum_a exp(P y - loss / w) with y = -v / w.
-    The dual residual is the rounding error of y.
+    Every layer takes a product and a logsumexp: y = log sum_a exp(P y - loss / w) with y = -v / w,
+    and P(w y) / w in place of P y if w depends on the state. The dual residual is the rounding
+    error of y.
 
     Args:
         centred: whether to subtract the first y of each layer from the others, so that sums along
@@ -116,15 +120,21 @@ def plan_softly(
             in P, which may leave that set, would be wrong.
     """
     # Losses of masked pairs may be anything; they must not reach the derivative in w.
-    scores = keep("pair", mdp, loss, 0.0) / -weight[..., None, None]
+    scores = keep("pair", mdp, loss, 0.0) / -weight.unsqueeze(-1)
     scores = keep("pair", mdp, scores, -torch.inf)
     totals: list[Tensor] = []  # from the last layer to the first
     policies: list[Tensor] = []
     y: Tensor | None = None
-    for layer, score in zip(reversed(mdp.layers), reversed(mdp.split(scores, -2)), strict=True):
-        score = score if y is None else score + layer.ahead(y)
+    varies = weight.shape[-1] > 1
+    rates = mdp.split(weight, -1) if varies else [weight] * mdp.horizon
+    parts = zip(mdp.layers, mdp.split(scores, -2), rates, strict=True)
+    for layer, score, rate in reversed([*parts]):
+        if y is not None:
+            ahead = layer.ahead(y)
+            score = score + (ahead / rate.unsqueeze(-1) if varies else ahead)
         y = score.logsumexp(-1)
         policies.append((score - y.unsqueeze(-1)).exp())  # faster than torch's softmax
+        y = rate * y if varies else y
         totals.append(y)
         y = y - y.detach()[..., :1] if centred else y
     visits, flows = [mdp.initial], []
@@ -133,7 +143,8 @@ def plan_softly(
         visits.append(layer.arrive(flows[-1]))
     flows.append(visits[-1].unsqueeze(-1) * policies[0])
     q, y = join(flows, 2), join(totals[::-1], 1)
-    rounding = torch.finfo(y.dtype).eps * y.detach().abs().amax(-1)
+    scaled = (y / weight if varies else y).detach()
+    rounding = torch.finfo(y.dtype).eps * scaled.abs().amax(-1)
     if centred:
         firsts = join([total.detach()[..., :1] for total in totals], 1)
         y = y + (firsts.cumsum(-1) - firsts).flip(-1).index_select(-1, mdp.layer)
@@ -142,7 +153,7 @@ def plan_softly(
     one = torch.ones_like(flow)
     status = torch.where(good, Status.CONVERGED, Status.STALLED).to(one)
     certificate = torch.stack((status, one, 0 * one, flow, rounding), -1)
-    return Solution(q, -weight.unsqueeze(-1) * y, certificate)
+    return Solution(q, -y if varies else -weight * y, certificate)
 
 
 def _flow_error(q: Tensor, u: Tensor) -> Tensor:
@@ -170,7 +181,7 @@ def unfold(
     `centred` as in `plan_softly`; the value lacks what is subtracted.
     """
     losses, masks, guesses = mdp.split(loss, -2), mdp.split(mdp.actions, -2), mdp.split(guess, -1)
-    weight, price = entropy.weight.unsqueeze(-1), entropy.price.unsqueeze(-1)  # (*batch, 1)
+    weight, price = entropy
     values: list[Tensor] = []
     policies: list[Tensor] = []
     for k in reversed(range(mdp.horizon)):
@@ -194,7 +205,7 @@ def invert_jacobian(mdp: LayeredMDP, entropy: Entropy, at: Unfolded) -> Callable
     J x = b reads x = b - kappa z with two recursions, m = x + P_pi m backward and
     z' = rho_pi z + C m' forward. They are decoupled by m = n - R z (a Riccati recursion).
     """
-    weight, price = entropy.weight[..., None, None].detach(), entropy.price[..., None].detach()
+    weight, price = entropy.weight.unsqueeze(-1).detach(), entropy.price.detach()
     logs, policies = mdp.split(at.log_state.detach(), -1), mdp.split(at.log_policy.detach(), -2)
     passes: list[tuple[Tensor, Tensor, Tensor]] = []
     eye = torch.eye(mdp.layer_sizes[-1], dtype=weight.dtype, device=weight.device)
@@ -260,7 +271,7 @@ def settle(
         g, and the solution; its `value` belongs to the shaped loss.
     """
     weight, price = entropy
-    share, ratio, steps = 1.0, 0.5, torch.zeros_like(price)
+    share, ratio, steps = 1.0, 0.5, torch.zeros_like(price[..., 0])
     level = before = torch.maximum(weight, price)
     older = guess
     last = not bool((price > weight).any())
@@ -272,7 +283,7 @@ def settle(
         lower = torch.maximum(weight, price * share * ratio)
         last = not bool((lower > weight).any())
         slope = torch.where(level == before, 0.0, (lower - level) / (level - before))
-        ahead = guess + slope.unsqueeze(-1) * (guess - older)
+        ahead = guess + slope * (guess - older)
         most = min(options.max_steps, STAGE_STEPS + (STALL_AFTER if last else 0))
         few = Options(options.tolerance, most)
         found, solution = _iterate(mdp, shaped, Entropy(lower, price), ahead, few, last)
@@ -304,7 +315,8 @@ def _iterate(
     loss, eps = shaped.gaps, torch.finfo(guess.dtype).eps
     enough, centred = eps**0.5 if precise else 0.1, conserves(mdp)
     # How much log q changes with g, at least.
-    scale = (entropy.price / entropy.weight).clamp(min=1.0)
+    share = (entropy.price / entropy.weight).squeeze(-1)
+    scale = share.clamp(min=1.0)
     status = torch.full(guess.shape[:-1], Status.MAX_STEPS, device=guess.device)
     running = torch.ones_like(status, dtype=torch.bool)
     steps, patience = torch.zeros_like(status), torch.full_like(status, STALL_AFTER)
@@ -322,7 +334,7 @@ def _iterate(
         length = torch.where((moved < 0.1) | (count < FULL_STEPS), 1.0, 0.5)
         ahead = guess + length.unsqueeze(-1) * step
         guess = torch.where(running.unsqueeze(-1), ahead, guess)
-        squared = entropy.price * (off * (off - step) * found.log_state.exp()).sum(-1)
+        squared = (entropy.price * off * (off - step) * found.log_state.exp()).sum(-1)
         decrement = torch.where(running, squared, decrement)
         steps += running
         patience = torch.where((moved < 0.5 * best) | (moved > 0.1), STALL_AFTER, patience - 1)
@@ -337,8 +349,7 @@ def _iterate(
     large = entropy.price > entropy.weight
     if bool(large.any()):
         error = invert_jacobian(mdp, entropy, found)(off)
-        off = torch.where(large.unsqueeze(-1), error, off)
-    share = entropy.price / entropy.weight
+        off = torch.where(large, error, off)
     dual = share * (off.abs() / error_unit(found.log_state)).amax(-1)
     dual = torch.maximum(dual, rounding_error(shaped, q, entropy.weight))
     flow = _flow_error(q, flow_of(mdp).inflow(q) + flow_source(mdp))
@@ -356,9 +367,9 @@ def rounding_error(shaped: Shaped, q: Tensor, weight: Tensor) -> Tensor:
     state = q.sum(-1, keepdim=True)
     others, smallest = 1 - q / state, torch.finfo(q.dtype).tiny / torch.finfo(q.dtype).eps
     # Rounding may hide that a gap is small, and q positive.
-    close = shaped.gaps - shaped.rounding < OPEN * weight[..., None, None]
+    close = shaped.gaps - shaped.rounding < OPEN * weight.unsqueeze(-1)
     visible = (q > smallest) | (close & (state > smallest))
-    return torch.where(visible, shaped.rounding * others, 0.0).amax((-2, -1)) / weight
+    return (torch.where(visible, shaped.rounding * others, 0.0).amax(-1) / weight).amax(-1)
 
 
 # -- As an equation of torch_occ.step.implicit -----------------------------------------------------
@@ -384,7 +395,7 @@ class Entropic:
 
     @property
     def events(self) -> tuple[int, ...]:
-        return (2, 2, 0, 0, 0, *(event_dims_of(self.mdp) if self.probabilities else ()))
+        return (2, 2, 1, 1, 0, *(event_dims_of(self.mdp) if self.probabilities else ()))
 
     def validate(
         self, mdp: LayeredMDP, loss: Tensor, start: Tensor, weight: Tensor, t: Tensor
@@ -417,9 +428,9 @@ class Entropic:
         mdp = self.mdp.with_probabilities(*probabilities) if probabilities else self.mdp
         self.validate(mdp, loss, start, weight, t)
         # The entropy may not depend on t, whose batch counts all the same.
-        batches = (loss.shape[:-2], start.shape[:-2], weight.shape, price.shape, t.shape)
+        batches = (loss.shape[:-2], start.shape[:-2], weight.shape[:-1], price.shape[:-1], t.shape)
         batch = broadcast(*batches, mdp.batch_shape)
-        entropy = Entropy(weight.expand(batch), price.expand(batch))
+        entropy = Entropy(weight.expand(*batch, -1), price.expand(*batch, 1))
         shaped = shape_finely(mdp, loss.expand(*batch, *loss.shape[-2:]))
         guess = start.sum(-1).clamp(min=torch.finfo(loss.dtype).tiny).log()
         guess = guess.expand_as(shaped.value)
@@ -446,7 +457,7 @@ class Entropic:
         shaped = torch.where(mdp.actions, gaps + (change - change.detach()), 0.0)
         if self.closed:
             tolerance = self.options.tolerance_in(loss.dtype)
-            found = plan_softly(mdp, shaped, weight.expand(gaps.shape[:-2]), tolerance, False)
+            found = plan_softly(mdp, shaped, weight, tolerance, False)
             return found.q, found.value + shift
         entropy = Entropy(weight, price)
         at = unfold(mdp, shaped, entropy, guess, self.centred)

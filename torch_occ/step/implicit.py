@@ -322,7 +322,7 @@ def solve_setting(
     centred = not (setting.probabilities or inside_transform()) and conserves(mdp)
     equation = Entropic(mdp, options, setting.probabilities, closed, check, centred)
     probabilities = mdp.probabilities if setting.probabilities else ()
-    entropy = [with_rank(x, rank, 0) for x in given]
+    entropy = [with_rank(x, rank, 1) for x in given]
     arguments = (-tensors[0], tensors[1], *entropy, tensors[2], *probabilities)
     solution = equation.plan(*arguments) if closed and not inside_transform() else None
     return solution or Solution(*ImplicitSolution.apply(equation, *arguments)[:3])

@@ -106,10 +106,13 @@ def prefers_rows(mdp: LayeredMDP) -> bool:
 def is_entropy(regularizer: Regularizer, closed: bool = False) -> bool:
     """Return whether psi_t is an entropy of torch_occ.step.entropic, for all parameters and t.
 
-    That is, w > 0 and kappa >= 0. With `closed`, return whether also kappa = 0.
+    That is, w > 0 and kappa >= 0. With `closed`, return whether also kappa = 0. Only then w may
+    depend on the layer or the state.
     """
-    if regularizer.places():  # then w may depend on the pair
+    places = regularizer.places().values()
+    if any(place.kind == "pair" for place in places):
         return False
+    closed = closed or bool(places)
     largest = 0.0
     for leaf in regularizer.leaves():
         if not isinstance(leaf, TabularRegularizer):
