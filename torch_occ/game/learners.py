@@ -59,6 +59,8 @@ class Learner:
     #: parameters that imports it. None if only torch plays the learner. It is not inherited: a
     #: class that derives from a learner may play another game.
     compiled: ClassVar[Any] = None
+    #: Makes the player of this learner from a backend, if it is neither torch nor the engine.
+    player: Any = None
 
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
