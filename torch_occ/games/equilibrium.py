@@ -12,14 +12,10 @@ tau w(s) log pi(a|s), and the flow is log sum_a pi(a|s) = 0; there q may underfl
 falls in stages to its value, because g is nearly linear in 1 / tau. Policies are normalized after
 each step. Two more steps with a constant Jacobian, in differentiable operations, leave the value
 and give the first two derivatives.
-
-The duality gap says nothing about information sets that a player hardly reaches. So the certificate
-also has the largest change of a log-probability in one more Newton step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,23 +24,25 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from torch_occ._support.choices import extra
-from torch_occ.games.tree import ExtensiveGame, Treeplex
+from torch_occ.games.tree import ExtensiveGame
 from torch_occ.mdp.occupancy import flow_adjoint, flow_residual, occupancy
 from torch_occ.reference import flow_constraints
-from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.entropic import entropy_of
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import Setting
 
 
 class Equilibrium(NamedTuple):
-    """The strategies of both players, `(S, A)` each, and the certificate."""
+    """The strategies of both players, `(S, A)` each, and the certificate.
 
-    log_policies: tuple[Tensor, Tensor]  # minus infinity on masked pairs
-    qs: tuple[Tensor, Tensor]
+    The gap says nothing about information sets that a player hardly reaches; the residual does.
+    """
+
+    log_policies: tuple[Tensor, ...]  # minus infinity on masked pairs
+    qs: tuple[Tensor, ...]
     payoff: Tensor  # (2,), expected, without the regularizer
     gap: float  # what both could gain by best responses, regularizer included
-    policy_residual: float
+    policy_residual: float  # the largest change of a log-probability in one more Newton step
     steps: int  # of Newton's method
 
 
@@ -61,87 +59,10 @@ class _Solve(torch.autograd.Function):
         return None, _Solve.apply(ctx.factors, bar, "T" if ctx.mode == "N" else "N"), None
 
 
-class _Half:
-    """The equations of one player, over the n existing pairs."""
-
-    def __init__(self, plex: Treeplex, regularizer: Regularizer) -> None:
-        from scipy import sparse
-
-        self.sparse, self.plex, self.mdp = sparse, plex, plex.mdp
-        self.step, self.one = FTRLStep(plex.mdp, regularizer), torch.ones((), dtype=torch.float64)
-        self.pairs = self.mdp.actions.nonzero(as_tuple=True)
-        self.owner, n = self.pairs[0], len(self.pairs[0])
-        self.E = sparse.csr_matrix(flow_constraints(self.mdp)[0].to_dense().numpy())
-        # log pi(a|s) = g(s, a) - log share - g(the pair before s) = D g - log share; 0 at ends
-        count = self.mdp.num_actions
-        place = pad(self.mdp.actions.flatten().cumsum(0) - 1, (0, 1), value=n)
-        self.before = place[plex.parent][self.owner]  # n for none
-        above = plex.weights[plex.parent // count].where(plex.parent >= 0, 1.0)
-        self.log_share = (plex.weights / above).log()[self.owner]
-        up = sparse.csr_matrix((np.ones(n), (np.arange(n), self.before.numpy())), (n, n + 1))
-        self.D = (sparse.identity(n) - up[:, :n]).tocsr()
-
-    def table(self, flat: Tensor, fill: float = 0.0) -> Tensor:
-        """Numbers of the existing pairs as a table `(S, A)`."""
-        return flat.new_full(self.mdp.actions.shape, fill).index_put(self.pairs, flat)
-
-    def conditional(self, g: Tensor) -> Tensor:
-        """log pi as g says, D g - log share; not normalized."""
-        return g - self.log_share - pad(g, (0, 1))[self.before]
-
-    def log_policy(self, g: Tensor) -> Tensor:
-        """log pi, normalized."""
-        y = self.conditional(g) if self.step.closed else g
-        return y - self.table(y, -torch.inf).logsumexp(-1)[self.owner]
-
-    def advance(self, g: Tensor, d: Tensor) -> Tensor:
-        """g after a step d: normalized; without closed form, q itself moves linearly."""
-        if not self.step.closed:
-            return g + torch.log1p(min(1.0, 0.9 / max(float(-d.amin()), 1e-300)) * d)
-        g = self.log_policy(g + d) + self.log_share
-        for here in self.mdp.layer_slices[1:]:
-            mine = (self.owner >= here.start) & (self.owner < here.stop)
-            g[mine] += pad(g, (0, 1))[self.before[mine]]
-        return g
-
-    def psi(self) -> Setting:
-        """The regularizer at t = 1."""
-        evaluator = self.step.evaluator
-        return Setting(self.mdp, evaluator, False, self.one, evaluator.parameters(self.one))
-
-    def rates(self) -> Tensor:
-        """w(s) of the closed form, by pairs."""
-        composition = self.step.evaluator.composition
-        weight = entropy_of(composition, composition.values(self.one)).weight
-        return weight.expand(self.mdp.num_states)[self.owner]
-
-    def residual(self, g: Tensor, v: Tensor, loss: Tensor, tau: Tensor | float) -> Tensor:
-        """Both equations, of pairs and of states, in differentiable operations."""
-        slope = (loss - flow_adjoint(self.mdp, v))[self.pairs]
-        if self.step.closed:
-            y = self.conditional(g)
-            flow = self.table(y, -torch.inf).logsumexp(-1)
-            return torch.cat([slope + tau * self.rates() * y, flow])
-        q = self.table(g.exp())
-        slope = slope + tau * self.psi().gradient(q)[self.pairs]
-        return torch.cat([slope, flow_residual(self.mdp, q)])
-
-    def jacobian(self, g: Tensor, tau: float) -> tuple[Any, Any]:
-        """d residual / dg, of pairs and of states; d residual / dv is -E' and 0."""
-        sparse, owner, states = self.sparse, self.owner.numpy(), self.mdp.num_states
-        if self.step.closed:
-            policy = self.conditional(g).exp().numpy()
-            S = sparse.csr_matrix((policy, (owner, np.arange(len(g)))), self.E.shape)
-            return sparse.diags(tau * self.rates().detach().numpy()) @ self.D, S @ self.D
-        found: Any = self.psi().deriver(torch.Size())(self.table(g.exp())).hessian
-        every, own = np.arange(states + 1), self.mdp.actions.flatten().numpy()
-        H = sparse.bsr_matrix((found.to_blocks().blocks.numpy(), every[:-1], every)).tocsr()
-        Q = sparse.diags(g.exp().numpy())
-        return tau * H[own][:, own] @ Q, self.E @ Q
-
-
 class QuantalResponse(nn.Module):
     """The regularized equilibrium of a game, differentiable in payoffs, tau and parameters of psi.
+
+    The arrays hold both players: n existing pairs, and S states.
 
     Args:
         game: a game; in one that is not zero-sum, the equilibrium need not be unique.
@@ -156,10 +77,31 @@ class QuantalResponse(nn.Module):
     def __init__(self, game: ExtensiveGame, regularizer: Any, tolerance: float = 1e-8) -> None:
         super().__init__()
         with extra("games", "equilibria need SciPy"):
-            import scipy.sparse.linalg  # noqa: F401
-        self.game, self.tolerance = game, tolerance
-        self.halves = [_Half(plex, regularizer(plex)) for plex in game.treeplexes]
-        self.steps = nn.ModuleList(half.step for half in self.halves)
+            from scipy import sparse
+        self.game, self.tolerance, self.sparse = game, tolerance, sparse
+        self.steps = nn.ModuleList(FTRLStep(x.mdp, regularizer(x)) for x in game.treeplexes)
+        self.closed = all(step.closed for step in self.steps)
+        self.one, plexes = torch.ones((), dtype=torch.float64), game.treeplexes
+        flows = [flow_constraints(x.mdp)[0] for x in plexes]
+        blocks = [sparse.csr_matrix((E.values(), E.indices().numpy()), E.shape) for E in flows]
+        self.E = sparse.block_diag(blocks, format="csr")
+        self.masks, width = [x.mdp.actions for x in plexes], max(x.mdp.num_actions for x in plexes)
+        mask = torch.cat([pad(x, (0, width - x.shape[1])) for x in self.masks])
+        self.shape, self.pairs, n = mask.shape, mask.nonzero(as_tuple=True), int(mask.sum())
+        # log pi(a|s) = g(s, a) - log share(s) - g(the pair before s) = D g - log share; 0 at ends
+        weights, owner = torch.cat([x.weights for x in plexes]), self.pairs[0]
+        self.layer = torch.cat([x.mdp.layer for x in plexes])[owner]
+        first, parents = 0, []
+        for x in plexes:
+            pair = (x.parent // x.mdp.num_actions + first) * width + x.parent % x.mdp.num_actions
+            parents.append(pair.where(x.parent >= 0, -1))
+            first += x.mdp.num_states
+        parent = torch.cat(parents)[owner]
+        self.before = pad(mask.flatten().cumsum(0) - 1, (0, 1), value=n)[parent]  # n for none
+        above = weights[parent // width].where(parent >= 0, 1.0)
+        self.log_share = (weights[owner] / above).log()
+        up = sparse.csr_matrix((np.ones(n), (np.arange(n), self.before.numpy())), (n, n + 1))
+        self.D = sparse.identity(n, format="csr") - up[:, :-1]
 
     def forward(self, tau: Tensor | float, game: ExtensiveGame | None = None) -> Equilibrium:
         """Solve for a positive tau; `game` is the same game with other payoffs.
@@ -173,112 +115,148 @@ class QuantalResponse(nn.Module):
             raise ValueError(f"tau: expected a positive number, got {tau}")
         plain = game.with_payoffs(game.payoffs.detach())
         with torch.no_grad():
-            gs, steps = self._solve(plain, tau.item())
-            factors, step = self._linearize(plain, gs, tau.item())
-            moved = self._moved(
-                gs, [g + d for g, (d, _) in zip(gs, self._split(step), strict=True)]
-            )
-            z = self._join(gs, [v for _, v in self._split(step)])
+            C = self._coupling(plain)
+            g, steps = self._solve(plain, C, tau.item())
+            factors, step = self._linearize(plain, C, g, tau.item())
+            moved = self._moved(g, g + step[: len(g)])
         if not moved <= self.tolerance:
             raise ArithmeticError(
                 f"equilibrium: policies are known to {moved:.1e} only, at tau = {tau.item()}"
             )
+        z = torch.cat([g, step[len(g) :]])
         for _ in range(2):
             z = z - _Solve.apply(factors, self._residual(game, z, tau), "N")
-        logs, qs, gap = [], [], 0.0
-        for half, (g, _) in zip(self.halves, self._split(z), strict=True):
-            logs.append(half.table(half.log_policy(g), -torch.inf))
-            qs.append(occupancy(half.mdp, logs[-1].exp()))
-        for i, half in enumerate(self.halves):
-            loss, psi = plain.loss(i, qs[1 - i].detach()), half.step.regularizer
-            for sign, q in ((1, qs[i]), (-1, half.step.solve(loss / tau.item(), 1.0).q)):
-                gap += sign * float((q * loss).sum() + tau * psi(q, 1.0, half.mdp))
-        return Equilibrium((logs[0], logs[1]), (qs[0], qs[1]), game.value(*qs), gap, moved, steps)
+        logs = self._split(self._log_policy(z[: len(g)]), -torch.inf)
+        qs, gap = [occupancy(x.mdp, y.exp()) for x, y in zip(self.steps, logs, strict=True)], 0.0
+        for i, one in enumerate(self.steps):
+            loss, psi = plain.loss(i, qs[1 - i].detach()), one.regularizer
+            for sign, q in (
+                (1, qs[i].detach()),
+                (-1, one.solve(loss / tau.item(), 1.0).q.detach()),
+            ):
+                gap += sign * float((q * loss).sum() + tau.item() * psi(q, 1.0, one.mdp).detach())
+        return Equilibrium(tuple(logs), tuple(qs), game.value(*qs), gap, moved, steps)
 
-    def _join(self, gs: Sequence[Tensor], vs: Sequence[Tensor]) -> Tensor:
-        return torch.cat([gs[0], vs[0], gs[1], vs[1]])
+    def _table(self, flat: Tensor, fill: float = 0.0) -> Tensor:
+        """Numbers of the pairs in one table `(S, A)`."""
+        return flat.new_full(self.shape, fill).index_put(self.pairs, flat)
 
-    def _split(self, z: Tensor) -> list[tuple[Tensor, Tensor]]:
-        g0, v0, g1, v1 = z.split([k for half in self.halves for k in half.E.shape[::-1]])
-        return [(g0, v0), (g1, v1)]
+    def _split(self, flat: Tensor, fill: float = 0.0) -> list[Tensor]:
+        """Numbers of the pairs in a table for each player."""
+        tables = self._table(flat, fill).split([len(mask) for mask in self.masks])
+        return [x[:, : mask.shape[1]] for x, mask in zip(tables, self.masks, strict=True)]
+
+    def _conditional(self, g: Tensor) -> Tensor:
+        """log pi as g says, D g - log share; not normalized."""
+        return g - self.log_share - pad(g, (0, 1))[self.before]
+
+    def _log_policy(self, g: Tensor) -> Tensor:
+        """log pi, normalized."""
+        y = self._conditional(g) if self.closed else g
+        return y - self._table(y, -torch.inf).logsumexp(-1)[self.pairs[0]]
+
+    def _moved(self, before: Tensor, after: Tensor) -> float:
+        return float((self._log_policy(after) - self._log_policy(before)).abs().amax())
+
+    def _advance(self, g: Tensor, step: Tensor) -> Tensor:
+        """g after a step: normalized; without closed form, q itself moves linearly."""
+        step = step[: len(g)]
+        if not self.closed:
+            return g + torch.log1p(min(1.0, 0.9 / max(float(-step.amin()), 1e-300)) * step)
+        g = self._log_policy(g + step) + self.log_share
+        for k in range(1, int(self.layer.max()) + 1):
+            g += pad(g, (0, 1))[self.before].where(self.layer == k, 0.0)
+        return g
+
+    def _rates(self) -> Tensor:
+        """w(s) of the closed form, by pairs."""
+        parts = [x.evaluator.composition for x in self.steps]
+        found = [entropy_of(x, x.values(self.one)).weight for x in parts]
+        each = zip(found, self.masks, strict=True)
+        return torch.cat([x.expand(len(mask)) for x, mask in each])[self.pairs[0]]
+
+    def _psi(self, step: Any) -> Setting:
+        """The regularizer of a step at t = 1."""
+        given = step.evaluator.parameters(self.one)
+        return Setting(step.mdp, step.evaluator, False, self.one, given)
 
     def _residual(self, game: ExtensiveGame, z: Tensor, tau: Tensor | float) -> Tensor:
-        parts, each = self._split(z), enumerate(self.halves)
-        qs = [half.table(parts[i][0].exp()) for i, half in each]
-        each = enumerate(self.halves)
-        return torch.cat([x.residual(*parts[i], game.loss(i, qs[1 - i]), tau) for i, x in each])
+        """Both equations, of pairs and of states, in differentiable operations."""
+        sizes = [len(mask) for mask in self.masks]
+        g, *values = z.split([len(z) - sum(sizes), *sizes])
+        tables, slopes, flows = self._split(g.exp()), [], []
+        for i, (step, mask) in enumerate(zip(self.steps, self.masks, strict=True)):
+            slope = game.loss(i, tables[1 - i]) - flow_adjoint(step.mdp, values[i])
+            if not self.closed:
+                slope = slope + tau * self._psi(step).gradient(tables[i])
+                flows.append(flow_residual(step.mdp, tables[i]))
+            slopes.append(slope[mask])
+        if not self.closed:
+            return torch.cat(slopes + flows)
+        y = self._conditional(g)
+        flow = self._table(y, -torch.inf).logsumexp(-1)
+        return torch.cat([torch.cat(slopes) + tau * self._rates() * y, flow])
 
-    def _linearize(
-        self, game: ExtensiveGame, gs: Sequence[Tensor], tau: float
-    ) -> tuple[Any, Tensor]:
+    def _coupling(self, game: ExtensiveGame) -> Any:
+        """d loss / d q, by pairs of both players."""
+        both, count = (game.tree.pair >= 0).all(0), int(self.masks[0].sum())
+        flow, places = -(game.tree.chance * game.payoffs.T.numpy())[:, both], []
+        for plex, pair in zip(game.treeplexes, game.tree.pair[:, both], strict=True):
+            flow = flow / plex.weights.numpy()[pair // plex.mdp.num_actions]
+            places.append((plex.mdp.actions.flatten().cumsum(0).numpy() - 1)[pair])
+        one, other = places[0], places[1] + count
+        entries = np.concatenate([one, other]), np.concatenate([other, one])
+        return self.sparse.csr_matrix((flow.ravel(), entries), self.D.shape)
+
+    def _linearize(self, game: ExtensiveGame, C: Any, g: Tensor, tau: float) -> tuple[Any, Tensor]:
         """The factors of the Jacobian at g, and the Newton step of (g, v) from v = 0."""
-        from scipy.sparse import bmat
         from scipy.sparse.linalg import splu
 
-        (J0, F0), (J1, F1) = (
-            half.jacobian(g, tau) for half, g in zip(self.halves, gs, strict=True)
-        )
-        C0, C1 = (self._coupling(game, i, gs[1 - i]) for i in (0, 1))
-        T0, T1 = (-half.E.T for half in self.halves)
-        rows = (
-            [J0, T0, C0, None],
-            [F0, None, None, None],
-            [C1, None, J1, T1],
-            [None, None, F1, None],
-        )
-        factors = splu(bmat(rows, format="csc"))
-        return factors, _Solve.apply(factors, -self._residual(game, self._at(gs), tau), "N")
+        sparse, Q = self.sparse, self.sparse.diags(g.exp().numpy())
+        if self.closed:
+            owner, policy = self.pairs[0].numpy(), self._conditional(g).exp().numpy()
+            own = sparse.csr_matrix((policy, (owner, np.arange(len(g)))), self.E.shape)
+            H, F = sparse.diags(tau * self._rates().detach().numpy()) @ self.D, own @ self.D
+        else:
+            blocks = []
+            for step, mask, table in zip(self.steps, self.masks, self._split(g.exp()), strict=True):
+                found: Any = self._psi(step).deriver(torch.Size())(table).hessian
+                every, own = np.arange(len(mask) + 1), mask.flatten().numpy()
+                parts = found.to_blocks().blocks.numpy(), every[:-1], every
+                blocks.append(sparse.bsr_matrix(parts).tocsr()[own][:, own])
+            H, F = tau * sparse.block_diag(blocks, format="csr") @ Q, self.E @ Q
+        factors = splu(sparse.bmat([[H + C @ Q, -self.E.T], [F, None]], format="csc"))
+        return factors, -_Solve.apply(factors, self._residual(game, self._at(g), tau), "N")
 
-    def _at(self, gs: Sequence[Tensor]) -> Tensor:
+    def _at(self, g: Tensor) -> Tensor:
         """(g, v) with v = 0."""
-        return self._join(gs, [gs[0].new_zeros(half.mdp.num_states) for half in self.halves])
+        return pad(g, (0, self.shape[0]))
 
-    def _coupling(self, game: ExtensiveGame, i: int, g: Tensor) -> Any:
-        """d loss of player i / d g of the other, by pairs."""
-        own, other = self.halves[i], self.halves[1 - i]
-        both, flow = (game.tree.pair >= 0).all(0), game.tree.chance * game.payoffs[:, i].numpy()
-        rows, columns = game.tree.pair[i, both], game.tree.pair[1 - i, both]
-        scale, factor = (x.plex.weights.numpy().repeat(x.mdp.num_actions) for x in (own, other))
-        values = -flow[both] / (scale[rows] * factor[columns])
-        C = own.sparse.csr_matrix((values, (rows, columns)), (len(scale), len(factor)))
-        known = [x.mdp.actions.flatten().numpy() for x in (own, other)]
-        return C[known[0]][:, known[1]] @ own.sparse.diags(g.exp().numpy())
-
-    def _moved(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-        """The largest change of a log-probability."""
-        each = zip(self.halves, before, after, strict=True)
-        return max(float((x.log_policy(b) - x.log_policy(a)).abs().amax()) for x, a, b in each)
-
-    def _advance(self, gs: Sequence[Tensor], z: Tensor) -> list[Tensor]:
-        each = zip(self.halves, gs, self._split(z), strict=True)
-        return [half.advance(g, d) for half, g, (d, _) in each]
-
-    def _solve(self, game: ExtensiveGame, tau: float) -> tuple[Sequence[Tensor], int]:
-        """log q of both players, and the number of Newton steps; from large tau to this one."""
-        gs: Sequence[Tensor] = [half.step.interior[half.pairs].log() for half in self.halves]
-        slope = torch.zeros_like(self._at(gs))
+    def _solve(self, game: ExtensiveGame, C: Any, tau: float) -> tuple[Tensor, int]:
+        """log q, and the number of Newton steps; from large tau to this one."""
+        each = zip(self.steps, self.masks, strict=True)
+        g = torch.cat([step.interior[mask] for step, mask in each]).log()
+        slope = torch.zeros_like(g)
         first, level, ratio, steps = 10.0, np.inf, 0.5, 0
         while level > tau and ratio < 0.999:
             lower, before = max(tau, min(level * ratio, first)), np.inf
             ahead = 0.0 if level == np.inf else (1 / lower - 1 / level) * level**2
-            now = self._advance(gs, ahead * slope)
+            now = self._advance(g, ahead * slope)
             first, ratio = first * 4, ratio**0.5  # unless it converges
-            for count in range(1, 13):
+            for count in range(1, 31):
                 steps += 1
                 try:
-                    factors, step = self._linearize(game, now, lower)
+                    factors, step = self._linearize(game, C, now, lower)
                 except RuntimeError:  # a singular matrix
                     break
                 last, now = now, self._advance(now, step)
-                moved = self._moved(last, now)
-                if moved < (1e-9 if lower == tau else 0.1):
-                    gs, level, ratio = now, lower, ratio ** (3 if count <= 3 else 2)
-                    z = self._at(gs)
-                    change = self._residual(game, z, lower + 1) - self._residual(game, z, lower)
-                    slope = _Solve.apply(factors, change, "N")
+                change = float((now.exp() - last.exp()).abs().amax())
+                if self._moved(last, now) < (1e-9 if lower == tau else 0.1):
+                    g, level, ratio = now, lower, ratio ** (3 if count <= 3 else 2)
+                    here = [self._residual(game, self._at(g), lower + k) for k in (0, 1)]
+                    slope = _Solve.apply(factors, here[1] - here[0], "N")
                     break
-                change = max(float((b.exp() - a.exp()).abs().amax()) for a, b in zip(last, now))
-                if not change < np.inf or (count > 3 and change > max(0.5 * before, 1e-3)):
+                if not change < np.inf or (count > 3 and change > max(0.9 * before, 1e-3)):
                     break
                 before = change
-        return gs, steps
+        return g, steps

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,19 +35,16 @@ from torch_occ.regularizers.schedules import Constant
 # -- A plain description of a game -----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Chance:
+class Chance(NamedTuple):
     """A move of chance: (probability, what follows) for each outcome."""
 
     outcomes: Sequence[tuple[float, Any]]
 
 
-@dataclass(frozen=True)
-class Decision:
-    """A move of player 0 or 1, who knows the information set and nothing else.
+class Decision(NamedTuple):
+    """A move of player 0 or 1, who knows the information set: what follows each action, by name.
 
-    `moves` has what follows each action, by the name of the action. All decisions of an information
-    set have the same names in the same order.
+    All decisions of an information set have the same actions in the same order.
     """
 
     player: int
@@ -55,8 +52,7 @@ class Decision:
     moves: Mapping[Hashable, Any]
 
 
-@dataclass(frozen=True)
-class End:
+class End(NamedTuple):
     """The end of the game, with the payoffs of both players; by default the game is zero-sum."""
 
     payoff: float
@@ -78,62 +74,62 @@ class Tree(NamedTuple):
     chance: NDArray[np.float64]  # (Z,): the probability that chance allows the end
 
 
-@dataclass(eq=False)
-class _Side:
-    """The information sets of a player, in order of discovery."""
+class _Known(NamedTuple):
+    """An information set of a player."""
 
-    index: dict[Hashable, int] = field(default_factory=dict)
-    actions: list[tuple[Hashable, ...]] = field(default_factory=list)
-    parent: list[tuple[int, int]] = field(default_factory=list)  # (information set, action)
-    path: list[tuple[Any, ...]] = field(default_factory=list)  # the first that leads there
+    number: int  # in order of discovery
+    actions: tuple[Hashable, ...]
+    parent: tuple[int, int]  # the own information set and action before it; (-1, 0) for none
+    path: tuple[Any, ...]  # the first history that leads there
 
-    def visit(self, node: Decision, parent: tuple[int, int], path: tuple[Any, ...]) -> int:
-        """Return the number of the node's information set; refuse what perfect recall forbids."""
-        name, names = node.information_set, tuple(node.moves)
-        found = self.index.setdefault(name, len(self.actions))
-        if found == len(self.actions):
-            if not names:
-                raise ValueError(f"moves: the decision after {_shown(path)} has no action")
-            self.actions.append(names)
-            self.parent.append(parent)
-            self.path.append(path)
-        place = f"information set {name!r} of player {node.player}"
-        both = f"after {_shown(self.path[found])} and after {_shown(path)}"
-        if self.actions[found] != names:
-            raise ValueError(
-                f"moves: {place} has the actions {list(self.actions[found])} and {list(names)}, "
-                f"{both}; histories that a player cannot tell apart have the same actions"
-            )
-        if self.parent[found] != parent:
-            raise ValueError(
-                f"information_set: {place} forgets what the player did or knew before, {both} "
-                "(imperfect recall); give these histories different information sets"
-            )
-        return found
+
+_Sets = dict[Hashable, _Known]
+
+
+def _visit(known: _Sets, node: Decision, parent: tuple[int, int], path: tuple[Any, ...]) -> int:
+    """The number of the node's information set; refuse what perfect recall forbids."""
+    names = tuple(node.moves)
+    if node.player not in (0, 1) or not names:
+        raise ValueError(
+            f"player: {node.player!r} has {len(names)} actions after {_shown(path)}; expected "
+            "player 0 or 1, since a game has two players, and an action"
+        )
+    found = known.setdefault(node.information_set, _Known(len(known), names, parent, path))
+    place = f"information set {node.information_set!r} of player {node.player}"
+    both = f"after {_shown(found.path)} and after {_shown(path)}"
+    if found.actions != names:
+        raise ValueError(
+            f"moves: {place} has the actions {list(found.actions)} and {list(names)}, {both}; "
+            "histories that a player cannot tell apart have the same actions"
+        )
+    if found.parent != parent:
+        raise ValueError(
+            f"information_set: {place} forgets what the player did or knew before, {both} "
+            "(imperfect recall); give these histories different information sets"
+        )
+    return found.number
 
 
 def _shown(path: Sequence[Any]) -> str:
     return "[" + ", ".join(map(str, path)) + "]"
 
 
-def _walk(root: Any, expand: Callable[[Any], Any]) -> tuple[tuple[_Side, _Side], Tree, Any, int]:
-    """Visit all histories; return the players, the tree, the payoffs and the longest history.
+def _walk(root: Any, expand: Callable[[Any], Any]) -> tuple[list[_Sets], Tree, Any, int]:
+    """The information sets of both players, the tree, the payoffs and the longest history.
 
-    `expand` turns a handle into a node of the description. The pairs and places of the tree are
-    numbers of information sets, (2, Z, 2) and (nodes,).
+    In the tree, a pair is an information set and an action, so `pair` is (2, Z, 2).
     """
-    sides = _Side(), _Side()
+    sets: list[_Sets] = [{}, {}]
     nodes: list[tuple[int, int, int]] = []
     child: list[int] = []
     share: list[float] = []
     ends: list[Any] = []
     payoffs: list[tuple[float, float]] = []
-    deepest = 0
-    # A handle, the edge that leads to it, its path, the last own pairs, and chance.
+    # What stands for a node, the edge that leads to it, its path, the last own pairs, and chance.
     stack: list[Any] = [(root, -1, (), ((-1, 0), (-1, 0)), 1.0)]
     while stack:
-        handle, edge, path, own, chance = stack.pop()
-        node, deepest = expand(handle), max(deepest, len(path))
+        given, edge, path, own, chance = stack.pop()
+        node = expand(given)
         if edge >= 0:
             child[edge] = len(nodes)
         if isinstance(node, End):
@@ -141,7 +137,7 @@ def _walk(root: Any, expand: Callable[[Any], Any]) -> tuple[tuple[_Side, _Side],
             if not all(map(math.isfinite, payoff)):
                 raise ValueError(f"payoff: {payoff} after {_shown(path)}; expected finite numbers")
             nodes.append((END, len(ends), len(child)))
-            ends.append((own, chance))
+            ends.append((own, chance, len(path)))
             payoffs.append(payoff)
             continue
         if isinstance(node, Chance):
@@ -154,32 +150,30 @@ def _walk(root: Any, expand: Callable[[Any], Any]) -> tuple[tuple[_Side, _Side],
             nodes.append((CHANCE, 0, len(child)))
             following = [(x, i, own, p) for i, (p, x) in enumerate(node.outcomes)]
         elif isinstance(node, Decision):
-            if node.player not in (0, 1):
-                raise ValueError(
-                    f"player: {node.player!r} moves after {_shown(path)}; expected 0 or 1, since a "
-                    "game has two players"
-                )
-            place = sides[node.player].visit(node, own[node.player], path)
-            nodes.append((node.player, place, len(child)))
-            following = []
-            for i, (name, x) in enumerate(node.moves.items()):
-                last = ((place, i), own[1]) if node.player == 0 else (own[0], (place, i))
-                following.append((x, name, last, 1.0))
+            i = _visit(sets[node.player == 1], node, own[node.player == 1], path)
+            nodes.append((node.player, i, len(child)))
+            pairs = [
+                ((i, a), own[1]) if node.player == 0 else (own[0], (i, a))
+                for a in range(len(node.moves))
+            ]
+            following = [
+                (x, name, pair, 1.0)
+                for (name, x), pair in zip(node.moves.items(), pairs, strict=True)
+            ]
         else:
             raise TypeError(
                 f"root: expected a Chance, Decision or End after {_shown(path)}, got "
                 f"{type(node).__name__}"
             )
-        for i, (x, name, last, p) in reversed([*enumerate(following, len(child))]):
-            stack.append((x, i, (*path, name), last, chance * p))
+        for k, (x, name, pair, p) in reversed([*enumerate(following, len(child))]):
+            stack.append((x, k, (*path, name), pair, chance * p))
         child += [0] * len(following)
         share += [p for *_, p in following]
     nodes.append((END, 0, len(child)))  # behind the last
     player, place, first = np.ascontiguousarray(np.array(nodes, np.int64).T)
-    pairs = np.array([own for own, _ in ends], np.int64).transpose(1, 0, 2)
-    reach = np.array([chance for _, chance in ends])
-    edges = np.array(child, np.int64), np.array(share, np.float64)
-    return sides, Tree(player, place, first, *edges, pairs, reach), payoffs, deepest
+    last = np.array([own for own, *_ in ends], np.int64).transpose(1, 0, 2)
+    reach, edges = np.array([x[1] for x in ends]), (np.array(child, np.int64), np.array(share))
+    return sets, Tree(player, place, first, *edges, last, reach), payoffs, max(x[2] for x in ends)
 
 
 # -- The strategies of one player ------------------------------------------------------------------
@@ -215,61 +209,51 @@ class Treeplex:
         return occupancy(self.mdp, policy_of(self.mdp, torch.where(ends, 1.0, x)))
 
 
-def _treeplex(side: _Side) -> tuple[Treeplex, NDArray[np.int64]]:
+def _treeplex(known: _Sets) -> tuple[Treeplex, NDArray[np.int64]]:
     """The treeplex, and the state of each information set."""
-    width = max(map(len, side.actions), default=1)
+    names, sets = [*known, None], [*known.values(), _Known(-1, (), (-1, 0), ())]  # the last: an end
+    width = max(1, *(len(x.actions) for x in sets))
     children: dict[tuple[int, int], list[int]] = {}
-    for i, pair in enumerate(side.parent):
-        children.setdefault(pair, []).append(i)
-    roots = children.pop((-1, 0), [-1])  # -1 is an end
-    order: list[int] = []  # the information set of each state
-    weights, parent, tables = [1.0 / len(roots)] * len(roots), [-1] * len(roots), []
-    layer, initial = roots, weights[:]
+    for x in sets[:-1]:
+        children.setdefault(x.parent, []).append(x.number)
+    layer = children.pop((-1, 0), [-1])
+    order, weights, parent = [*layer], [1.0 / len(layer)] * len(layer), [-1] * len(layer)
+    initial, tables = torch.tensor(weights, dtype=torch.float64), []
     while layer:
-        following: list[int] = []
+        begin, following = len(order) - len(layer), []
         entries: list[tuple[int, int, float]] = []  # row, column, share
         alone: list[int] = []  # rows that lead to an end
         for s, i in enumerate(layer):
-            for a in range(len(side.actions[i]) if i >= 0 else 1):
+            for a in range(max(1, len(sets[i].actions))):
                 row, after = s * width + a, children.get((i, a), [])
                 alone += [] if after else [row]
                 for j in after:
                     entries.append((row, len(following), 1.0 / len(after)))
                     following.append(j)
-                    weights.append(weights[len(order) + s] / len(after))
-                    parent.append(len(order) * width + row)
+                    weights.append(weights[begin + s] / len(after))
+                    parent.append(begin * width + row)
         entries += [(row, len(following), 1.0) for row in alone]
-        shape = (len(layer) * width, len(following) + bool(alone))
-        order += layer
+        *at, shares = torch.tensor(entries, dtype=torch.float64).T
+        size = len(layer) * width, len(following) + bool(alone)
+        place = torch.stack(at).long()
+        tables.append(torch.sparse_coo_tensor(place, shares, size, check_invariants=True))
         if following and alone:
             following.append(-1)
             weights.append(1.0)
             parent.append(-1)
-        *at, shares = torch.tensor(entries, dtype=torch.float64).T
-        table = torch.sparse_coo_tensor(
-            torch.stack(at).long(), shares, shape, check_invariants=True
-        )
-        tables.append(table)
+        order += following
         layer = following
-    sets = np.array(order)
-    actions = tuple(side.actions[i] if i >= 0 else () for i in order)
-    counts = torch.tensor([max(len(names), 1) for names in actions])
-    names = tuple(side.index)
+    counts = torch.tensor([max(1, len(sets[i].actions)) for i in order])
+    mdp = LayeredMDP(tables, actions=torch.arange(width) < counts[:, None], initial=initial)
     plex = Treeplex(
-        LayeredMDP(
-            tables,
-            actions=torch.arange(width) < counts[:, None],
-            initial=torch.tensor(initial, dtype=torch.float64),
-        ),
+        mdp,
         torch.tensor(weights, dtype=torch.float64),
-        torch.from_numpy(sets < 0),
+        torch.tensor(order) < 0,
         torch.tensor(parent),
-        tuple(names[i] if i >= 0 else None for i in order),
-        actions,
+        tuple(names[i] for i in order),
+        tuple(sets[i].actions for i in order),
     )
-    state = np.zeros(len(names), np.int64)
-    state[sets[sets >= 0]] = np.flatnonzero(sets >= 0)
-    return plex, state
+    return plex, np.argsort(np.where(plex.is_end, len(order), order), kind="stable")
 
 
 def dilated_entropy(treeplex: Treeplex) -> Regularizer:
@@ -308,16 +292,16 @@ class ExtensiveGame:
     """
 
     def __init__(self, root: Any, *, expand: Callable[[Any], Any] = lambda node: node) -> None:
-        sides, tree, payoffs, self.depth = _walk(root, expand)
+        sets, tree, payoffs, self.depth = _walk(root, expand)
         self.payoffs = torch.tensor(payoffs, dtype=torch.float64)
         self.openspiel: Any = None  # the game of OpenSpiel that it was read from
         plexes, place, pairs = [], tree.place.copy(), np.full(tree.pair.shape[:2], -1)
-        for i, side in enumerate(sides):
-            plex, state = _treeplex(side)
-            mine, (sets, actions) = tree.player == i, tree.pair[i].T
-            known = sets >= 0
+        for i, known in enumerate(sets):
+            plex, state = _treeplex(known)
+            mine, (number, action) = tree.player == i, tree.pair[i].T
             place[mine] = state[tree.place[mine]]
-            pairs[i, known] = state[sets[known]] * plex.mdp.num_actions + actions[known]
+            last = state[number] * plex.mdp.num_actions + action
+            pairs[i] = np.where(number >= 0, last, -1)
             plexes.append(plex)
         self.treeplexes = (plexes[0], plexes[1])
         self.tree = tree._replace(pair=pairs, place=place)
@@ -423,18 +407,11 @@ class ExtensiveGame:
         return f"ExtensiveGame({name}{sets} information sets, {len(self.payoffs)} ends)"
 
 
-@dataclass(frozen=True)
-class GamePolicy:
+class GamePolicy(NamedTuple):
     """A policy for each player, `(*batch, S, A)`."""
 
     game: ExtensiveGame
-    policies: tuple[Tensor, Tensor]
-
-    @classmethod
-    def of(cls, game: ExtensiveGame, qs: Sequence[Tensor]) -> GamePolicy:
-        """The policies of two occupancy measures; uniform where a player never gets."""
-        first, second = (policy_of(game.treeplex(i).mdp, q) for i, q in enumerate(qs))
-        return cls(game, (first, second))
+    policies: tuple[Tensor, ...]
 
     def to_openspiel(self, element: int = 0) -> Any:
         """A `TabularPolicy` of OpenSpiel, for one element of a batch (of seeds).
