@@ -3,6 +3,14 @@
 tree         `ExtensiveGame`, its description, and the strategies of a player as a layered MDP
 """
 
+from torch_occ.games.equilibrium import Equilibrium as Equilibrium
+from torch_occ.games.equilibrium import QuantalResponse as QuantalResponse
+from torch_occ.games.play import ExploringFTRL as ExploringFTRL
+from torch_occ.games.play import GameHistory as GameHistory
+from torch_occ.games.play import adaptive_ftrl as adaptive_ftrl
+from torch_occ.games.play import balanced_ftrl as balanced_ftrl
+from torch_occ.games.play import ixomd as ixomd
+from torch_occ.games.play import self_play as self_play
 from torch_occ.games.tree import Chance as Chance
 from torch_occ.games.tree import Decision as Decision
 from torch_occ.games.tree import End as End
@@ -10,12 +18,3 @@ from torch_occ.games.tree import ExtensiveGame as ExtensiveGame
 from torch_occ.games.tree import GamePolicy as GamePolicy
 from torch_occ.games.tree import Treeplex as Treeplex
 from torch_occ.games.tree import dilated_entropy as dilated_entropy
-from torch_occ.games.equilibrium import Equilibrium as Equilibrium
-from torch_occ.games.equilibrium import QuantalResponse as QuantalResponse
-from torch_occ.games.play import ExploringFTRL as ExploringFTRL
-from torch_occ.games.play import GameHistory as GameHistory
-from torch_occ.games.play import OptimisticFTRL as OptimisticFTRL
-from torch_occ.games.play import adaptive_ftrl as adaptive_ftrl
-from torch_occ.games.play import balanced_ftrl as balanced_ftrl
-from torch_occ.games.play import ixomd as ixomd
-from torch_occ.games.play import self_play as self_play

@@ -199,14 +199,15 @@ class QuantalResponse(nn.Module):
 
     def _coupling(self, game: ExtensiveGame) -> Any:
         """d loss / d q, by pairs of both players."""
-        both, count = (game.tree.pair >= 0).all(0), int(self.masks[0].sum())
-        flow, places = -(game.tree.chance * game.payoffs.T.numpy())[:, both], []
-        for plex, pair in zip(game.treeplexes, game.tree.pair[:, both], strict=True):
-            flow = flow / plex.weights.numpy()[pair // plex.mdp.num_actions]
-            places.append((plex.mdp.actions.flatten().cumsum(0).numpy() - 1)[pair])
-        one, other = places[0], places[1] + count
-        entries = np.concatenate([one, other]), np.concatenate([other, one])
-        return self.sparse.csr_matrix((flow.ravel(), entries), self.D.shape)
+        pairs = torch.stack(game.last_pairs)
+        pairs, flow = pairs[:, (pairs >= 0).all(0)], -game.chance * game.payoffs.T
+        flow, places, count = flow[:, (torch.stack(game.last_pairs) >= 0).all(0)], [], 0
+        for plex, pair in zip(game.treeplexes, pairs, strict=True):
+            flow = flow / plex.weights[pair // plex.mdp.num_actions]
+            places.append((plex.mdp.actions.flatten().cumsum(0) - 1)[pair] + count)
+            count += int(plex.mdp.actions.sum())
+        entries = torch.cat(places).numpy(), torch.cat(places[::-1]).numpy()
+        return self.sparse.csr_matrix((flow.flatten().numpy(), entries), self.D.shape)
 
     def _linearize(self, game: ExtensiveGame, C: Any, g: Tensor, tau: float) -> tuple[Any, Tensor]:
         """The factors of the Jacobian at g, and the Newton step of (g, v) from v = 0."""

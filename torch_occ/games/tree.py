@@ -18,9 +18,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_occ._support.choices import extra
@@ -59,21 +57,6 @@ class End(NamedTuple):
     second: float | None = None
 
 
-CHANCE, END = 2, 3  # the kinds of nodes that are no player's
-
-
-class Tree(NamedTuple):
-    """All histories of a game as arrays, which kernels read; Z of them are ends."""
-
-    player: NDArray[np.int64]  # (nodes + 1,): 0, 1, CHANCE or END; one more behind the last
-    place: NDArray[np.int64]  # (nodes + 1,): the state in the player's treeplex, or the end
-    first: NDArray[np.int64]  # (nodes + 1,): where its entries in `child` begin
-    child: NDArray[np.int64]  # (edges,), nodes
-    share: NDArray[np.float64]  # (edges,), the probability of an outcome of chance
-    pair: NDArray[np.int64]  # (2, Z): the last pair of each player before the end, or -1
-    chance: NDArray[np.float64]  # (Z,): the probability that chance allows the end
-
-
 class _Known(NamedTuple):
     """An information set of a player."""
 
@@ -95,17 +78,15 @@ def _visit(known: _Sets, node: Decision, parent: tuple[int, int], path: tuple[An
             "player 0 or 1, since a game has two players, and an action"
         )
     found = known.setdefault(node.information_set, _Known(len(known), names, parent, path))
-    place = f"information set {node.information_set!r} of player {node.player}"
-    both = f"after {_shown(found.path)} and after {_shown(path)}"
-    if found.actions != names:
-        raise ValueError(
-            f"moves: {place} has the actions {list(found.actions)} and {list(names)}, {both}; "
-            "histories that a player cannot tell apart have the same actions"
+    if (found.actions, found.parent) != (names, parent):
+        trouble = (
+            "forgets what the player did or knew before (imperfect recall)"
+            if found.actions == names
+            else f"has the actions {list(found.actions)} and {list(names)}"
         )
-    if found.parent != parent:
         raise ValueError(
-            f"information_set: {place} forgets what the player did or knew before, {both} "
-            "(imperfect recall); give these histories different information sets"
+            f"information_set: {node.information_set!r} of player {node.player} {trouble}, after "
+            f"{_shown(found.path)} and after {_shown(path)}; give these histories different ones"
         )
     return found.number
 
@@ -114,66 +95,42 @@ def _shown(path: Sequence[Any]) -> str:
     return "[" + ", ".join(map(str, path)) + "]"
 
 
-def _walk(root: Any, expand: Callable[[Any], Any]) -> tuple[list[_Sets], Tree, Any, int]:
-    """The information sets of both players, the tree, the payoffs and the longest history.
-
-    In the tree, a pair is an information set and an action, so `pair` is (2, Z, 2).
-    """
-    sets: list[_Sets] = [{}, {}]
-    nodes: list[tuple[int, int, int]] = []
-    child: list[int] = []
-    share: list[float] = []
+def _walk(root: Any, expand: Callable[[Any], Any]) -> tuple[tuple[_Sets, _Sets], list[Any]]:
+    """The information sets of both players, and the ends: payoffs, last own pairs, and chance."""
+    sets: tuple[_Sets, _Sets] = {}, {}
     ends: list[Any] = []
-    payoffs: list[tuple[float, float]] = []
-    # What stands for a node, the edge that leads to it, its path, the last own pairs, and chance.
-    stack: list[Any] = [(root, -1, (), ((-1, 0), (-1, 0)), 1.0)]
+    # What stands for a node, its path, the last own pairs, and chance.
+    stack: list[Any] = [(root, (), ((-1, 0), (-1, 0)), 1.0)]
     while stack:
-        given, edge, path, own, chance = stack.pop()
-        node = expand(given)
-        if edge >= 0:
-            child[edge] = len(nodes)
+        given, path, own, chance = stack.pop()
+        node, following = expand(given), []
         if isinstance(node, End):
             payoff = (node.payoff, -node.payoff if node.second is None else node.second)
             if not all(map(math.isfinite, payoff)):
                 raise ValueError(f"payoff: {payoff} after {_shown(path)}; expected finite numbers")
-            nodes.append((END, len(ends), len(child)))
-            ends.append((own, chance, len(path)))
-            payoffs.append(payoff)
-            continue
-        if isinstance(node, Chance):
+            ends.append((payoff, own, chance))
+        elif isinstance(node, Chance):
             odds = [p for p, _ in node.outcomes]
             if not (all(p >= 0 for p in odds) and abs(math.fsum(odds) - 1) < 1e-9):
                 raise ValueError(
                     f"outcomes: the probabilities of chance after {_shown(path)} are {odds}; "
                     "expected nonnegative numbers that sum to 1"
                 )
-            nodes.append((CHANCE, 0, len(child)))
-            following = [(x, i, own, p) for i, (p, x) in enumerate(node.outcomes)]
+            for i, (p, x) in enumerate(node.outcomes):
+                following.append((x, (*path, i), own, chance * p))
         elif isinstance(node, Decision):
-            i = _visit(sets[node.player == 1], node, own[node.player == 1], path)
-            nodes.append((node.player, i, len(child)))
-            pairs = [
-                ((i, a), own[1]) if node.player == 0 else (own[0], (i, a))
-                for a in range(len(node.moves))
-            ]
-            following = [
-                (x, name, pair, 1.0)
-                for (name, x), pair in zip(node.moves.items(), pairs, strict=True)
-            ]
+            second = node.player == 1
+            i = _visit(sets[second], node, own[second], path)
+            for a, (name, x) in enumerate(node.moves.items()):
+                pairs = (own[0], (i, a)) if second else ((i, a), own[1])
+                following.append((x, (*path, name), pairs, chance))
         else:
             raise TypeError(
                 f"root: expected a Chance, Decision or End after {_shown(path)}, got "
                 f"{type(node).__name__}"
             )
-        for k, (x, name, pair, p) in reversed([*enumerate(following, len(child))]):
-            stack.append((x, k, (*path, name), pair, chance * p))
-        child += [0] * len(following)
-        share += [p for *_, p in following]
-    nodes.append((END, 0, len(child)))  # behind the last
-    player, place, first = np.ascontiguousarray(np.array(nodes, np.int64).T)
-    last = np.array([own for own, *_ in ends], np.int64).transpose(1, 0, 2)
-    reach, edges = np.array([x[1] for x in ends]), (np.array(child, np.int64), np.array(share))
-    return sets, Tree(player, place, first, *edges, last, reach), payoffs, max(x[2] for x in ends)
+        stack += reversed(following)
+    return sets, ends
 
 
 # -- The strategies of one player ------------------------------------------------------------------
@@ -209,7 +166,7 @@ class Treeplex:
         return occupancy(self.mdp, policy_of(self.mdp, torch.where(ends, 1.0, x)))
 
 
-def _treeplex(known: _Sets) -> tuple[Treeplex, NDArray[np.int64]]:
+def _treeplex(known: _Sets) -> tuple[Treeplex, Tensor]:
     """The treeplex, and the state of each information set."""
     names, sets = [*known, None], [*known.values(), _Known(-1, (), (-1, 0), ())]  # the last: an end
     width = max(1, *(len(x.actions) for x in sets))
@@ -253,7 +210,8 @@ def _treeplex(known: _Sets) -> tuple[Treeplex, NDArray[np.int64]]:
         tuple(names[i] for i in order),
         tuple(sets[i].actions for i in order),
     )
-    return plex, np.argsort(np.where(plex.is_end, len(order), order), kind="stable")
+    state = torch.tensor([len(order) if i < 0 else i for i in order]).argsort()
+    return plex, state
 
 
 def dilated_entropy(treeplex: Treeplex) -> Regularizer:
@@ -279,7 +237,9 @@ class ExtensiveGame:
     """A game for two players with perfect recall, zero-sum or not.
 
     Strategies are occupancy measures q of `treeplex(player).mdp`, as steps and learners make them.
-    `payoffs` `(Z, 2)` are those of the ends in the order of the description, depth first.
+    For the Z ends, in the order of the description, depth first, it has the `payoffs` `(Z, 2)`, the
+    probability `chance` `(Z,)` that chance allows the end, and `last_pairs`, for each player the
+    last pair before the end, flat, `(Z,)`, or -1.
 
     Args:
         root: the first node of the description: a `Chance`, a `Decision` or an `End`.
@@ -292,19 +252,17 @@ class ExtensiveGame:
     """
 
     def __init__(self, root: Any, *, expand: Callable[[Any], Any] = lambda node: node) -> None:
-        sets, tree, payoffs, self.depth = _walk(root, expand)
+        sets, ends = _walk(root, expand)
+        payoffs, last, chance = zip(*ends, strict=True)
         self.payoffs = torch.tensor(payoffs, dtype=torch.float64)
+        self.chance = torch.tensor(chance, dtype=torch.float64)
         self.openspiel: Any = None  # the game of OpenSpiel that it was read from
-        plexes, place, pairs = [], tree.place.copy(), np.full(tree.pair.shape[:2], -1)
-        for i, known in enumerate(sets):
-            plex, state = _treeplex(known)
-            mine, (number, action) = tree.player == i, tree.pair[i].T
-            place[mine] = state[tree.place[mine]]
-            last = state[number] * plex.mdp.num_actions + action
-            pairs[i] = np.where(number >= 0, last, -1)
-            plexes.append(plex)
-        self.treeplexes = (plexes[0], plexes[1])
-        self.tree = tree._replace(pair=pairs, place=place)
+        self.treeplexes, self.last_pairs = [], []
+        for own, pairs in zip(sets, torch.tensor(last).unbind(1), strict=True):
+            plex, state = _treeplex(own)
+            flat = state[pairs[:, 0]] * plex.mdp.num_actions + pairs[:, 1]
+            self.treeplexes.append(plex)
+            self.last_pairs.append(flat.where(pairs[:, 0] >= 0, -1))
 
     @classmethod
     def from_openspiel(cls, game: Any) -> ExtensiveGame:
@@ -365,15 +323,15 @@ class ExtensiveGame:
         plex = self.treeplex(player)
         check_table(f"q of player {player}", q, plex.mdp)
         x = torch.nn.functional.pad((q / plex.weights[:, None]).flatten(-2), (0, 1), value=1.0)
-        return x[..., torch.from_numpy(self.tree.pair[player])]
+        return x[..., self.last_pairs[player]]
 
     def loss(self, player: int, q_other: Tensor) -> Tensor:
         """The loss of a player `(*batch, S, A)` against the other's strategy; see the module.
 
         What happens before the player decides anything is charged to every pair of layer 0.
         """
-        plex, pairs = self.treeplex(player), torch.from_numpy(self.tree.pair[player])
-        odds = -torch.from_numpy(self.tree.chance) * self.payoffs[:, player]
+        plex, pairs = self.treeplex(player), self.last_pairs[player]
+        odds = -self.chance * self.payoffs[:, player]
         size, flow = plex.mdp.actions.numel(), odds * self.reach(1 - player, q_other)
         loss = flow.new_zeros(*flow.shape[:-1], size + 1)
         loss = loss.index_add(-1, torch.where(pairs < 0, size, pairs), flow)
@@ -383,8 +341,7 @@ class ExtensiveGame:
 
     def value(self, q0: Tensor, q1: Tensor) -> Tensor:
         """The expected payoffs of both players, `(*batch, 2)`."""
-        chance = torch.from_numpy(self.tree.chance)
-        return (chance * self.reach(0, q0) * self.reach(1, q1)) @ self.payoffs
+        return (self.chance * self.reach(0, q0) * self.reach(1, q1)) @ self.payoffs
 
     def best_response(self, player: int, q_other: Tensor) -> BestResponse:
         """The best response to the other's strategy, by one backward pass."""
