@@ -5,11 +5,7 @@ tree         `ExtensiveGame`, its description, and the strategies of a player as
 
 from torch_occ.games.equilibrium import Equilibrium as Equilibrium
 from torch_occ.games.equilibrium import QuantalResponse as QuantalResponse
-from torch_occ.games.play import ExploringFTRL as ExploringFTRL
 from torch_occ.games.play import GameHistory as GameHistory
-from torch_occ.games.play import adaptive_ftrl as adaptive_ftrl
-from torch_occ.games.play import balanced_ftrl as balanced_ftrl
-from torch_occ.games.play import ixomd as ixomd
 from torch_occ.games.play import self_play as self_play
 from torch_occ.games.tree import Chance as Chance
 from torch_occ.games.tree import Decision as Decision

@@ -17,9 +17,7 @@ from torch import Tensor
 from torch_occ._support.constants import BLOCK
 from torch_occ._support.processes import for_each
 from torch_occ._support.streams import invert
-from torch_occ.engine import learners as forms
 from torch_occ.engine import play as loop
-from torch_occ.engine.lanes import Shared
 from torch_occ.engine.layout import Floats, Ints, Work, kernel, routine
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.players import EnginePlayer, form_of, state_rows
@@ -87,42 +85,6 @@ def learn(t: int, side: Side, end: int) -> None:
                 pair -= 1
         game.pairs[0, k] = pair
     loop.observe(game, t, side.tally, side.learner, side.work)
-
-
-class CompiledExploring(NamedTuple):
-    """`ExploringFTRL`."""
-
-    q: loop.PerPair
-    cumulative_loss: loop.PerPair
-    visits: loop.PerPair  # how often the others reached the state, estimated
-    solver: forms.Solver
-    weights: Shared  # (n + 1, K * S * A)
-    scale: loop.PerPair
-    eta: float
-    adaptive: bool
-
-
-@loop.propose.register(CompiledExploring)
-def _propose_exploring(game: Any, t: int, tally: Any, learner: Any, work: Work) -> None:
-    forms.weigh(learner.solver, learner.weights, t, work)
-    if learner.adaptive:
-        for k in range(len(learner.solver.weights)):
-            learner.solver.weights[k] *= 1.0 + learner.visits[k % len(learner.q)]
-    forms.take_step(game.model, game, t, learner.cumulative_loss, learner, tally, work)
-
-
-@loop.observe.register(CompiledExploring)
-def _observe_exploring(game: Any, t: int, tally: Any, learner: Any, work: Work) -> None:
-    count = game.model.num_actions
-    for k in range(game.pairs.shape[1]):
-        i, bias = game.pairs[0, k], learner.eta * learner.scale[game.pairs[0, k]]
-        if learner.adaptive:
-            bias /= 1.0 + learner.visits[i]
-        weight = 1.0 / (learner.q[i] + bias)
-        learner.cumulative_loss[i] += game.losses[0, k] * weight
-        if learner.adaptive and game.states[0, k] >= 0:
-            for j in range(game.states[0, k] * count, (game.states[0, k] + 1) * count):
-                learner.visits[j] += weight * learner.scale[i]
 
 
 class MatchPlayer:

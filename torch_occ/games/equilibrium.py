@@ -9,9 +9,7 @@ solution is unique. The unknowns are g = log q and the multipliers v of the flow
 
 For entropies of closed form (`ConditionalEntropy`, `dilated_entropy`) tau grad psi is
 tau w(s) log pi(a|s), and the flow is log sum_a pi(a|s) = 0; there q may underflow, but not g. tau
-falls in stages to its value, because g is nearly linear in 1 / tau. Policies are normalized after
-each step. Two more steps with a constant Jacobian, in differentiable operations, leave the value
-and give the first two derivatives.
+falls in stages to its value, because g is nearly linear in 1 / tau.
 """
 
 from __future__ import annotations
@@ -62,8 +60,6 @@ class _Solve(torch.autograd.Function):
 class QuantalResponse(nn.Module):
     """The regularized equilibrium of a game, differentiable in payoffs, tau and parameters of psi.
 
-    The arrays hold both players: n existing pairs, and S states.
-
     Args:
         game: a game; in one that is not zero-sum, the equilibrium need not be unique.
         regularizer: psi of both players: a function from a treeplex, for example
@@ -81,30 +77,31 @@ class QuantalResponse(nn.Module):
         self.game, self.tolerance, self.sparse = game, tolerance, sparse
         self.steps = nn.ModuleList(FTRLStep(x.mdp, regularizer(x)) for x in game.treeplexes)
         self.closed = all(step.closed for step in self.steps)
-        self.one, plexes = torch.ones((), dtype=torch.float64), game.treeplexes
-        flows = [flow_constraints(x.mdp)[0] for x in plexes]
-        blocks = [sparse.csr_matrix((E.values(), E.indices().numpy()), E.shape) for E in flows]
-        self.E = sparse.block_diag(blocks, format="csr")
-        self.masks, width = [x.mdp.actions for x in plexes], max(x.mdp.num_actions for x in plexes)
-        mask = torch.cat([pad(x, (0, width - x.shape[1])) for x in self.masks])
-        self.shape, self.pairs, n = mask.shape, mask.nonzero(as_tuple=True), int(mask.sum())
-        # log pi(a|s) = g(s, a) - log share(s) - g(the pair before s) = D g - log share; 0 at ends
-        weights, owner = torch.cat([x.weights for x in plexes]), self.pairs[0]
-        self.layer = torch.cat([x.mdp.layer for x in plexes])[owner]
-        first, parents = 0, []
-        for x in plexes:
-            pair = (x.parent // x.mdp.num_actions + first) * width + x.parent % x.mdp.num_actions
-            parents.append(pair.where(x.parent >= 0, -1))
-            first += x.mdp.num_states
-        parent = torch.cat(parents)[owner]
-        self.before = pad(mask.flatten().cumsum(0) - 1, (0, 1), value=n)[parent]  # n for none
-        above = weights[parent // width].where(parent >= 0, 1.0)
-        self.log_share = (weights[owner] / above).log()
+        self.masks = [x.mdp.actions for x in game.treeplexes]
+        # Arrays of both players: n existing pairs, S states. A pair has the place of its state and
+        # of the pair before it, n if there is none; D g = g - g(before) = log pi + log share.
+        owners, before, shares, blocks, self.sizes = [], [], [], [], [0, 0]
+        for x, mask in zip(game.treeplexes, self.masks, strict=True):
+            E = flow_constraints(x.mdp)[0]
+            blocks.append(sparse.csr_matrix((E.values(), E.indices().numpy()), E.shape))
+            place = pad(mask.flatten().cumsum(0) - 1 + self.sizes[0], (0, 1), value=10**9)
+            state, above = mask.nonzero()[:, 0], x.weights[x.parent // x.mdp.num_actions]
+            owners.append(state + self.sizes[1])
+            before.append(place[x.parent][state])
+            shares.append((x.weights / above.where(x.parent >= 0, 1.0))[state])
+            self.sizes = [self.sizes[0] + len(state), self.sizes[1] + len(mask)]
+        n, self.E = self.sizes[0], sparse.block_diag(blocks, format="csr")
+        self.owner, self.before = torch.cat(owners), torch.cat(before).clamp(max=n)
+        self.log_share, self.one = torch.cat(shares).log(), torch.ones((), dtype=torch.float64)
+        self.layer = torch.cat([x.mdp.layer for x in game.treeplexes])[self.owner]
         up = sparse.csr_matrix((np.ones(n), (np.arange(n), self.before.numpy())), (n, n + 1))
         self.D = sparse.identity(n, format="csr") - up[:, :-1]
 
     def forward(self, tau: Tensor | float, game: ExtensiveGame | None = None) -> Equilibrium:
         """Solve for a positive tau; `game` is the same game with other payoffs.
+
+        Two more Newton steps with a constant Jacobian, in differentiable operations, leave the
+        value and give the first two derivatives.
 
         Raises:
             ValueError: if tau is not a positive number.
@@ -113,47 +110,45 @@ class QuantalResponse(nn.Module):
         game, tau = self.game if game is None else game, torch.as_tensor(tau).double()
         if not (tau.dim() == 0 and 0 < tau.item() < np.inf):
             raise ValueError(f"tau: expected a positive number, got {tau}")
-        plain = game.with_payoffs(game.payoffs.detach())
+        plain, level = game.with_payoffs(game.payoffs.detach()), tau.item()
         with torch.no_grad():
             C = self._coupling(plain)
-            g, steps = self._solve(plain, C, tau.item())
-            factors, step = self._linearize(plain, C, g, tau.item())
+            g, count = self._solve(plain, C, level)
+            factors, step = self._linearize(plain, C, g, level)
             moved = self._moved(g, g + step[: len(g)])
         if not moved <= self.tolerance:
             raise ArithmeticError(
-                f"equilibrium: policies are known to {moved:.1e} only, at tau = {tau.item()}"
+                f"equilibrium: policies are known to {moved:.1e}, at tau = {level}"
             )
         z = torch.cat([g, step[len(g) :]])
         for _ in range(2):
             z = z - _Solve.apply(factors, self._residual(game, z, tau), "N")
-        logs = self._split(self._log_policy(z[: len(g)]), -torch.inf)
-        qs, gap = [occupancy(x.mdp, y.exp()) for x, y in zip(self.steps, logs, strict=True)], 0.0
+        logs, gap = self._tables(self._log_policy(z[: len(g)]), -torch.inf), 0.0
+        qs = [occupancy(one.mdp, y.exp()) for one, y in zip(self.steps, logs, strict=True)]
         for i, one in enumerate(self.steps):
-            loss, psi = plain.loss(i, qs[1 - i].detach()), one.regularizer
-            for sign, q in (
-                (1, qs[i].detach()),
-                (-1, one.solve(loss / tau.item(), 1.0).q.detach()),
-            ):
-                gap += sign * float((q * loss).sum() + tau.item() * psi(q, 1.0, one.mdp).detach())
-        return Equilibrium(tuple(logs), tuple(qs), game.value(*qs), gap, moved, steps)
+            loss = plain.loss(i, qs[1 - i].detach())
+            for sign, q in ((1, qs[i]), (-1, one.solve(loss / level, 1.0).q)):
+                regular = one.regularizer(q.detach(), 1.0, one.mdp).detach()
+                gap += sign * float((q.detach() * loss).sum() + level * regular)
+        return Equilibrium(tuple(logs), tuple(qs), game.value(*qs), gap, moved, count)
 
-    def _table(self, flat: Tensor, fill: float = 0.0) -> Tensor:
-        """Numbers of the pairs in one table `(S, A)`."""
-        return flat.new_full(self.shape, fill).index_put(self.pairs, flat)
+    def _tables(self, flat: Tensor, fill: float = 0.0) -> list[Tensor]:
+        """Numbers of the pairs in a table `(S, A)` for each player."""
+        parts = zip(flat.split([int(mask.sum()) for mask in self.masks]), self.masks, strict=True)
+        return [x.new_full(mask.shape, fill).masked_scatter(mask, x) for x, mask in parts]
 
-    def _split(self, flat: Tensor, fill: float = 0.0) -> list[Tensor]:
-        """Numbers of the pairs in a table for each player."""
-        tables = self._table(flat, fill).split([len(mask) for mask in self.masks])
-        return [x[:, : mask.shape[1]] for x, mask in zip(tables, self.masks, strict=True)]
+    def _totals(self, y: Tensor) -> Tensor:
+        """log sum exp of every state, `(S,)`."""
+        return torch.cat([x.logsumexp(-1) for x in self._tables(y, -torch.inf)])
 
     def _conditional(self, g: Tensor) -> Tensor:
-        """log pi as g says, D g - log share; not normalized."""
+        """log pi as g says, not normalized."""
         return g - self.log_share - pad(g, (0, 1))[self.before]
 
     def _log_policy(self, g: Tensor) -> Tensor:
         """log pi, normalized."""
         y = self._conditional(g) if self.closed else g
-        return y - self._table(y, -torch.inf).logsumexp(-1)[self.pairs[0]]
+        return y - self._totals(y)[self.owner]
 
     def _moved(self, before: Tensor, after: Tensor) -> float:
         return float((self._log_policy(after) - self._log_policy(before)).abs().amax())
@@ -170,10 +165,9 @@ class QuantalResponse(nn.Module):
 
     def _rates(self) -> Tensor:
         """w(s) of the closed form, by pairs."""
-        parts = [x.evaluator.composition for x in self.steps]
-        found = [entropy_of(x, x.values(self.one)).weight for x in parts]
-        each = zip(found, self.masks, strict=True)
-        return torch.cat([x.expand(len(mask)) for x, mask in each])[self.pairs[0]]
+        parts = zip((x.evaluator.composition for x in self.steps), self.masks, strict=True)
+        found = [entropy_of(x, x.values(self.one)).weight.expand(len(mask)) for x, mask in parts]
+        return torch.cat(found)[self.owner]
 
     def _psi(self, step: Any) -> Setting:
         """The regularizer of a step at t = 1."""
@@ -182,9 +176,8 @@ class QuantalResponse(nn.Module):
 
     def _residual(self, game: ExtensiveGame, z: Tensor, tau: Tensor | float) -> Tensor:
         """Both equations, of pairs and of states, in differentiable operations."""
-        sizes = [len(mask) for mask in self.masks]
-        g, *values = z.split([len(z) - sum(sizes), *sizes])
-        tables, slopes, flows = self._split(g.exp()), [], []
+        g, *values = z.split([self.sizes[0], *map(len, self.masks)])
+        tables, slopes, flows = self._tables(g.exp()), [], []
         for i, (step, mask) in enumerate(zip(self.steps, self.masks, strict=True)):
             slope = game.loss(i, tables[1 - i]) - flow_adjoint(step.mdp, values[i])
             if not self.closed:
@@ -194,18 +187,17 @@ class QuantalResponse(nn.Module):
         if not self.closed:
             return torch.cat(slopes + flows)
         y = self._conditional(g)
-        flow = self._table(y, -torch.inf).logsumexp(-1)
-        return torch.cat([torch.cat(slopes) + tau * self._rates() * y, flow])
+        return torch.cat([torch.cat(slopes) + tau * self._rates() * y, self._totals(y)])
 
     def _coupling(self, game: ExtensiveGame) -> Any:
         """d loss / d q, by pairs of both players."""
-        pairs = torch.stack(game.last_pairs)
-        pairs, flow = pairs[:, (pairs >= 0).all(0)], -game.chance * game.payoffs.T
-        flow, places, count = flow[:, (torch.stack(game.last_pairs) >= 0).all(0)], [], 0
-        for plex, pair in zip(game.treeplexes, pairs, strict=True):
+        pairs, places, count = torch.stack(game.last_pairs), [], 0
+        both = (pairs >= 0).all(0)
+        flow = -(game.chance * game.payoffs.T)[:, both]
+        for plex, pair in zip(game.treeplexes, pairs[:, both], strict=True):
             flow = flow / plex.weights[pair // plex.mdp.num_actions]
             places.append((plex.mdp.actions.flatten().cumsum(0) - 1)[pair] + count)
-            count += int(plex.mdp.actions.sum())
+            count += plex.mdp.num_pairs
         entries = torch.cat(places).numpy(), torch.cat(places[::-1]).numpy()
         return self.sparse.csr_matrix((flow.flatten().numpy(), entries), self.D.shape)
 
@@ -215,30 +207,33 @@ class QuantalResponse(nn.Module):
 
         sparse, Q = self.sparse, self.sparse.diags(g.exp().numpy())
         if self.closed:
-            owner, policy = self.pairs[0].numpy(), self._conditional(g).exp().numpy()
-            own = sparse.csr_matrix((policy, (owner, np.arange(len(g)))), self.E.shape)
-            H, F = sparse.diags(tau * self._rates().detach().numpy()) @ self.D, own @ self.D
+            own = self.owner.numpy(), np.arange(len(g))
+            S = sparse.csr_matrix((self._conditional(g).exp().numpy(), own), self.E.shape)
+            H, F = sparse.diags(tau * self._rates().detach().numpy()) @ self.D, S @ self.D
         else:
             blocks = []
-            for step, mask, table in zip(self.steps, self.masks, self._split(g.exp()), strict=True):
+            for step, mask, table in zip(
+                self.steps, self.masks, self._tables(g.exp()), strict=True
+            ):
                 found: Any = self._psi(step).deriver(torch.Size())(table).hessian
-                every, own = np.arange(len(mask) + 1), mask.flatten().numpy()
-                parts = found.to_blocks().blocks.numpy(), every[:-1], every
-                blocks.append(sparse.bsr_matrix(parts).tocsr()[own][:, own])
+                every, has = np.arange(len(mask) + 1), mask.flatten().numpy()
+                whole = sparse.bsr_matrix((found.to_blocks().blocks.numpy(), every[:-1], every))
+                blocks.append(whole.tocsr()[has][:, has])
             H, F = tau * sparse.block_diag(blocks, format="csr") @ Q, self.E @ Q
         factors = splu(sparse.bmat([[H + C @ Q, -self.E.T], [F, None]], format="csc"))
-        return factors, -_Solve.apply(factors, self._residual(game, self._at(g), tau), "N")
+        return factors, -self._change(game, factors, g, tau)
 
-    def _at(self, g: Tensor) -> Tensor:
-        """(g, v) with v = 0."""
-        return pad(g, (0, self.shape[0]))
+    def _change(self, game: ExtensiveGame, factors: Any, g: Tensor, *taus: float) -> Tensor:
+        """J^-1 times the residual at v = 0, or times its difference between two values of tau."""
+        z = pad(g, (0, self.sizes[1]))
+        first, *second = (self._residual(game, z, tau) for tau in taus)
+        return _Solve.apply(factors, second[0] - first if second else first, "N")
 
     def _solve(self, game: ExtensiveGame, C: Any, tau: float) -> tuple[Tensor, int]:
         """log q, and the number of Newton steps; from large tau to this one."""
         each = zip(self.steps, self.masks, strict=True)
         g = torch.cat([step.interior[mask] for step, mask in each]).log()
-        slope = torch.zeros_like(g)
-        first, level, ratio, steps = 10.0, np.inf, 0.5, 0
+        slope, first, level, ratio, steps = torch.zeros_like(g), 10.0, np.inf, 0.5, 0
         while level > tau and ratio < 0.999:
             lower, before = max(tau, min(level * ratio, first)), np.inf
             ahead = 0.0 if level == np.inf else (1 / lower - 1 / level) * level**2
@@ -254,8 +249,7 @@ class QuantalResponse(nn.Module):
                 change = float((now.exp() - last.exp()).abs().amax())
                 if self._moved(last, now) < (1e-9 if lower == tau else 0.1):
                     g, level, ratio = now, lower, ratio ** (3 if count <= 3 else 2)
-                    here = [self._residual(game, self._at(g), lower + k) for k in (0, 1)]
-                    slope = _Solve.apply(factors, here[1] - here[0], "N")
+                    slope = self._change(game, factors, g, lower, lower + 1)
                     break
                 if not change < np.inf or (count > 3 and change > max(0.9 * before, 1e-3)):
                     break

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
@@ -21,87 +20,7 @@ from torch_occ.game.shifted import ShiftedFTRL
 from torch_occ.game.simulate import simulate
 from torch_occ.games.tree import ExtensiveGame, GamePolicy, Treeplex
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.occupancy import LayeredFlow, interior_point, policy_of
-from torch_occ.regularizers.catalog import ConditionalEntropy
-from torch_occ.regularizers.parameters import PerState
-from torch_occ.regularizers.schedules import Constant
-
-# -- Learners for bandit feedback ------------------------------------------------------------------
-
-
-class ExploringFTRL(FTRL):
-    """FTRL with the conditional entropy at rates eta scale(I), and implicit exploration; compiled.
-
-    A loss is estimated by loss / (q + eta scale(I)) on visited pairs. If `adaptive`, eta is divided
-    by 1 + the sum of scale(I) / (q + ...) over the visits of I so far, an estimate of how often
-    chance and the other player allowed it. `scale` is `(S,)`.
-    """
-
-    compiled = lambda: later("games.compiled").CompiledExploring  # noqa: E731
-    engine_only = True
-
-    def __init__(
-        self, plex: Treeplex, eta: float, scale: Tensor | None = None, adaptive: bool = False
-    ) -> None:
-        self.scale, self.eta, self.adaptive = (
-            plex.weights if scale is None else scale,
-            eta,
-            adaptive,
-        )
-        rates = Constant(PerState(plex.mdp, eta * self.scale))
-        super().__init__(plex.mdp, ConditionalEntropy() / rates)
-
-    def start(self, num_seeds: int) -> None:
-        super().start(num_seeds)
-        self.state["visits"] = self._zeros(num_seeds)
-
-    def settings(self) -> dict[str, Any]:
-        scale = self.scale[:, None].expand(self.mdp.actions.shape)
-        return super().settings() | {"scale": scale.flatten().numpy()}
-
-
-def ixomd(plex: Treeplex, episodes: int, factor: float = 1.0) -> FTRL:
-    """IXOMD (Kozuno, Ménard, Munos and Valko, 2021), for losses in [0, 1].
-
-    Read: the dilated entropy with unit weights, a constant rate, and implicit exploration in x,
-    loss / (x + gamma). Derived: with a constant rate, mirror descent from the uniform policy and
-    FTRL have the same iterates. Rate and gamma are factor / sqrt(number of actions times episodes);
-    the paper's differ from it by logarithms.
-    """
-    return ExploringFTRL(plex, factor / math.sqrt(_actions(plex).sum() * episodes))
-
-
-def adaptive_ftrl(plex: Treeplex, episodes: int, factor: float = 1.0) -> FTRL:
-    """Adaptive FTRL (Fiegel et al., 2023).
-
-    Read: IXOMD with rates and gamma divided as in `ExploringFTRL`. Derived: the divisor grows with
-    the episodes, so both begin at factor sqrt(episodes / number of actions).
-    """
-    return ExploringFTRL(plex, factor * math.sqrt(episodes / _actions(plex).sum()), adaptive=True)
-
-
-def balanced_ftrl(plex: Treeplex, episodes: int, factor: float = 1.0) -> FTRL:
-    """Balanced FTRL (Fiegel et al., 2023).
-
-    Read: weights w*(I), products of shares in proportion to the number of actions at and below the
-    next information sets; the dilated entropy with these weights; and gamma / w*(I) for gamma.
-    Derived: over q = w x both are multiplied by w / w*.
-    """
-    mdp, w, actions, flow = plex.mdp, plex.weights, _actions(plex), LayeredFlow(plex.mdp)
-    below = flow.backward(actions, actions.sum(-1) / w)  # the actions at and below, over w
-    ahead = flow.lookahead(below)
-    ratio = below / (mdp.initial * below[: mdp.layer_sizes[0]]).sum()  # w* / w, of layer 0
-    for here in mdp.layer_slices[1:]:
-        arrived = flow.inflow((w * ratio)[:, None] * actions / ahead.where(ahead > 0, 1.0))
-        ratio[here] = (below / w * arrived)[here]
-    eta = factor / math.sqrt(actions.sum() * episodes)
-    return ExploringFTRL(plex, eta, 1 / ratio.where(~plex.is_end, 1.0))
-
-
-def _actions(plex: Treeplex) -> Tensor:
-    """Which actions the information sets have, as numbers, `(S, A)`."""
-    return (plex.mdp.actions & ~plex.is_end[:, None]).double()
-
+from torch_occ.mdp.occupancy import interior_point, policy_of
 
 # -- Both players as one learner, and what a run leaves --------------------------------------------
 
