@@ -31,23 +31,21 @@ DRIFT, LEVELS, SEESAW = "drift", "levels", "seesaw"
 WORLDS = (STOCHASTIC, CONSTRAINED, CORRUPTED, GREEDY, TWO_PHASE, DRIFT, SWITCHING, LEVELS, SEESAW)
 Shape = tuple[int, int, int]
 
-SHIFTED, SMOOTH, FROZEN, HINTED = "shifted", "shifted, smooth", "shifted, frozen", "shifted, hints"
+SHIFTED, SMOOTH, FROZEN, PLAIN = "shifted", "shifted, smooth", "shifted, frozen", "without hints"
 TSALLIS, VARYING, PAPER, THOMPSON = "Tsallis", "varying", "paper", "Thompson sampling"
-NAMES = (SHIFTED, SMOOTH, FROZEN, HINTED, TSALLIS, VARYING, PAPER, THOMPSON)
+NAMES = (SHIFTED, SMOOTH, FROZEN, PLAIN, TSALLIS, VARYING, PAPER, THOMPSON)
 LEARNERS: dict[str, Callable[[occ.LayeredMDP], occ.Learner]] = {
     SHIFTED: occ.recommended,
-    SMOOTH: lambda mdp: occ.ShiftedFTRL(mdp, cap=10.0, budget=2.0, ledger="smooth"),
+    SMOOTH: lambda mdp: occ.ShiftedFTRL(mdp, budget=1.0, ledger="smooth"),
     FROZEN: lambda mdp: occ.ShiftedFTRL(mdp, ledger="frozen"),
-    HINTED: lambda mdp: occ.ShiftedFTRL(
-        mdp, cap=2.0, budget=4.0, hints=occ.game.MeanHints(prior=0.0)
-    ),
+    PLAIN: lambda mdp: occ.ShiftedFTRL(mdp, cap=5.0, budget=10.0, hints=False),
     TSALLIS: occ.FTRL.tsallis,
     VARYING: lambda mdp: occ.recommended(mdp, "varying"),
     PAPER: lambda mdp: occ.FTRL(mdp, occ.jin_luo(mdp)),
     THOMPSON: occ.rivals.Thompson,
 }
 #: Learners with a theorem in every world; Thompson sampling has one in the stochastic world only.
-PROVED = (SHIFTED, SMOOTH, FROZEN, TSALLIS, PAPER)
+PROVED = (SHIFTED, SMOOTH, FROZEN, PLAIN, TSALLIS, PAPER)
 
 
 @dataclass(frozen=True)
@@ -243,7 +241,7 @@ def report(args: Args, rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-SHIFTS = (SHIFTED, SMOOTH, FROZEN, HINTED)
+SHIFTS = (SHIFTED, SMOOTH, FROZEN, PLAIN)
 
 
 def draw_frontier(args: Args, rows: list[dict[str, Any]]) -> Figure:

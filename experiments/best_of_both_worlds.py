@@ -31,6 +31,10 @@ UCB = "UCB value iteration"
 STOCHASTIC, CONSTRAINED = "stochastic", "stochastically constrained"
 CORRUPTED, ADVERSARIAL = "corrupted", "adversarial"
 
+#: The games of which TensorBoard has curves, few enough for colours of their own.
+BOARD = {(place, SMALL) for place in (STOCHASTIC, CONSTRAINED, CORRUPTED, ADVERSARIAL)}
+BOARD |= {(place, UCB) for place in (STOCHASTIC, ADVERSARIAL)}
+
 
 @dataclass(frozen=True)
 class Args(RunsOnMDP):
@@ -248,7 +252,7 @@ def main(args: Args) -> Path:
     directory = common.begin("best_of_both_worlds", args, args.seed)
     mdp, mean = args.problem()
     games = [
-        Game(place, name, learner, losses, pictures=name == SMALL)
+        Game(place, name, learner, losses, name == SMALL, logged=(place, name) in BOARD)
         for place, losses in environments(args).items()
         for name, learner in learners(args, mdp).items()
     ]
@@ -263,7 +267,7 @@ def main(args: Args) -> Path:
     shows, not_shown = verdict(args, mdp, fits, histories)
     common.write_findings(directory, [*shows, distances(fits, limit)], not_shown)
     print(f"\nwritten to {directory}: regret.png, growth.csv, report.txt and config.json;")
-    print("every game has its own directory with a history and a TensorBoard log")
+    print("every game has its own directory with a history, and six have a TensorBoard log")
     return directory
 
 

@@ -193,6 +193,7 @@ class Game:
     learner: occ.Learner
     losses: occ.LossProcess
     pictures: bool = False  # heat maps of q in TensorBoard; drawing them takes longer than playing
+    logged: bool = True  # in TensorBoard, whose colours repeat after seven games
     mdp: occ.LayeredMDP | None = None  # the true one, if the learner's is blind
 
 
@@ -202,7 +203,7 @@ Histories = dict[tuple[str, str], occ.History]  # by environment and learner
 def play_all(games: Sequence[Game], runs: Runs, directory: Path) -> Histories:
     """Play all games, several at a time.
 
-    Each game leaves its history and its TensorBoard log in `<directory>/<environment>/<learner>/`.
+    A game leaves its history, and its log if it has one, in `<directory>/<environment>/<learner>/`.
     """
     found: Histories = {}
     width = max(len(game.environment) + len(game.name) for game in games) + 2
@@ -239,7 +240,7 @@ def play(game: Game, runs: Runs, directory: Path) -> occ.History:
         game.losses,
         runs.episodes,
         range(runs.seed, runs.seed + runs.seeds),
-        callbacks=[board] if runs.tensorboard else [],
+        callbacks=[board] if runs.tensorboard and game.logged else [],
         config={"environment": game.environment, "learner": game.name},
     )
     history.save(place / "history.npz")

@@ -105,7 +105,7 @@ class Problem:
             from pyepo.model.grb import shortestPathModel
         except ImportError as error:
             need = "this experiment needs pyepo and gurobipy"
-            raise ImportError(f"{need}: pip install torch-occ[decisions]") from error
+            raise ImportError(f"{need}: pip install 'torch-occ[decisions]'") from error
         return shortestPathModel((self.grid, self.grid))
 
     @cached_property

@@ -223,7 +223,7 @@ def search_all(args: Args, budget: float) -> dict[str, Search]:
     try:
         import optuna
     except ImportError:
-        print("Optuna is not installed (pip install torch-occ[tuning]); left out")
+        print("Optuna is not installed (pip install 'torch-occ[tuning]'); left out")
         return found
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=args.seed))

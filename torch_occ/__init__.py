@@ -109,15 +109,15 @@ _PACKAGES = ("limits", "reference", "rivals", "theory")
 
 #: Where names of version 0.2 are now. They still work here, with a warning, until version 0.4.
 _MOVED = {
-    "mdp": "Plan RewardMDP RewardMap flow_adjoint flow_residual reachability",
+    "mdp": "Plan RewardMDP flow_adjoint flow_residual reachability",
     "limits": "LowerBound lower_bound",
     "game": (
-        "CentredEstimator LearnerComparison Mean MeanHints SelfBounding UncertifiedWarning "
+        "CentredEstimator LearnerComparison Mean SelfBounding UncertifiedWarning "
         "comparator self_bounding"
     ),
     "rivals": (
-        "Bonus CountingLearner EULER KLUCB MultiLayerUCBVI PSRL StrongEuler Thompson UCBVI "
-        "UOBREPS UnknownFTRL Widths empirical_transitions upper_occupancy"
+        "CountingLearner EULER KLUCB MultiLayerUCBVI PSRL StrongEuler Thompson UCBVI "
+        "UOBREPS UnknownFTRL Widths empirical_transitions"
     ),
     "tuning": "Evaluation Forecast ForecastObjective Leaps Tuned World stack",
     "sweeps": "Failure SweepResult",
@@ -129,8 +129,9 @@ _GONE = {
     "AdaptiveFTRL": "use occ.ShiftedFTRL(mdp), or occ.FTRL.tsallis(mdp)",
     "AdaptiveRates": "use occ.ShiftedFTRL(mdp), or occ.FTRL.tsallis(mdp)",
     "Rates": "use occ.ShiftedFTRL(mdp), or occ.FTRL.tsallis(mdp)",
-    "Hints": "use occ.ShiftedFTRL(mdp, hints=occ.game.MeanHints())",
-    "GradientHints": "use occ.ShiftedFTRL(mdp, hints=occ.game.MeanHints())",
+    "Hints": "use occ.ShiftedFTRL(mdp), whose hints are means",
+    "MeanHints": "use occ.ShiftedFTRL(mdp), whose hints are means",
+    "GradientHints": "use occ.ShiftedFTRL(mdp), whose hints are means",
     "StabilityPenaltyMatching": "use occ.ShiftedFTRL(mdp), or occ.FTRL.tsallis(mdp)",
     "Estimate": "experiments/meta_gradients.py has estimates of gradients through a run",
     "Gradients": "experiments/meta_gradients.py has estimates of gradients through a run",
@@ -139,7 +140,10 @@ _GONE = {
     "run_gradients": "differentiate occ.forecast; experiments/meta_gradients.py has the run's own",
     "KLProjection": "occ.rivals.UOBREPS projects; use cvxpy for a projection by itself",
     "Projection": "occ.rivals.UOBREPS projects; use cvxpy for a projection by itself",
+    "RewardMap": "imported MDPs have mdp.reward_range, mdp.loss and mdp.regret_in_rewards",
     "OSSB": "occ.rivals.Thompson has less regret; occ.limits.lower_bound has the limit",
+    "Bonus": "occ.rivals.UnknownFTRL(mdp, psi, widths=..., bonus=True) has that of its widths",
+    "upper_occupancy": "occ.rivals.UOBREPS and UnknownFTRL use such bounds",
     "PolicyOptimization": "use occ.FTRL.tsallis, which has less regret",
     "predict": "use occ.forecast where it is reliable, and occ.leap elsewhere",
     "Prediction": "use occ.forecast where it is reliable, and occ.leap elsewhere",

@@ -24,7 +24,7 @@ its gap contributes nothing, since no table lets it be optimal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -46,58 +46,30 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# -- Families of loss distributions: how much information an observation carries about its mean ----
+# -- How much information an observation carries about its mean ------------------------------------
 #
-# kl(m, x) is the relative entropy between losses of mean m and of mean x. The limit of regret needs
-# two functions for means x = m - d that are lower than m by d >= 0:
-#
-#     information(m, d) = kl(m, m - d),        tilt(m, r) = argmin over d of kl(m, m - d) - r d.
+# kl(m, x) is the relative entropy between losses 0 and 1 of mean m and of mean x. For learners that
+# know only that losses are in [0, 1], the limit is the same.
 
 
-@dataclass(frozen=True)
-class Bernoulli:
-    """Losses 0 and 1. For learners that know only that losses are in [0, 1], kl is the same."""
-
-    def information(self, mean: Floats, reduction: Floats) -> Floats:
-        """kl(mean, mean - reduction), infinite where the reduction is impossible."""
-        other = mean - reduction
-        with np.errstate(divide="ignore", invalid="ignore"):
-            # log1p keeps the digits of small reductions.
-            ones = np.where(mean > 0, -mean * np.log1p(-reduction / mean), 0.0)
-            zeros = np.where(mean < 1, -(1 - mean) * np.log1p(reduction / (1 - mean)), 0.0)
-        found = np.where(other > 0, ones + zeros, np.inf)
-        return np.where(reduction > 0, found, 0.0)
-
-    def tilt(self, mean: Floats, r: Floats) -> Floats:
-        """The reduction d >= 0 that minimizes kl(mean, mean - d) - r d, for r >= 0."""
-        # The other mean x solves m - x = r x (1 - x), and m / x = 1 + excess.
-        root = np.sqrt((1 - r) ** 2 + 4 * r * (1 - mean))
-        excess = 0.5 * r * (1 + (r + 2 - 4 * mean) / (root + 1))
-        # No more than the largest number below 1: a loss of mean zero would have infinite kl.
-        return mean * np.minimum(excess / (1 + excess), 1 - 2.0**-53)
-
-    def most(self, mean: Floats) -> Floats:
-        """The supremum of possible reductions."""
-        return mean
+def information(mean: Floats, reduction: Floats) -> Floats:
+    """kl(mean, mean - reduction), infinite where the reduction is impossible."""
+    other = mean - reduction
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # log1p keeps the digits of small reductions.
+        ones = np.where(mean > 0, -mean * np.log1p(-reduction / mean), 0.0)
+        zeros = np.where(mean < 1, -(1 - mean) * np.log1p(reduction / (1 - mean)), 0.0)
+    found = np.where(other > 0, ones + zeros, np.inf)
+    return np.where(reduction > 0, found, 0.0)
 
 
-@dataclass(frozen=True)
-class Gaussian:
-    """Normal losses with a known variance and any mean: kl(m, x) = (m - x)^2 / (2 variance)."""
-
-    variance: float
-
-    def information(self, mean: Floats, reduction: Floats) -> Floats:
-        return reduction**2 / (2 * self.variance)
-
-    def tilt(self, mean: Floats, r: Floats) -> Floats:
-        return self.variance * r
-
-    def most(self, mean: Floats) -> Floats:
-        return np.full_like(mean, np.inf)
-
-
-Family = Bernoulli | Gaussian
+def tilt(mean: Floats, r: Floats) -> Floats:
+    """The reduction d >= 0 that minimizes kl(mean, mean - d) - r d, for r >= 0."""
+    # The other mean x solves m - x = r x (1 - x), and m / x = 1 + excess.
+    root = np.sqrt((1 - r) ** 2 + 4 * r * (1 - mean))
+    excess = 0.5 * r * (1 + (r + 2 - 4 * mean) / (root + 1))
+    # No more than the largest number below 1: a loss of mean zero would have infinite kl.
+    return mean * np.minimum(excess / (1 + excess), 1 - 2.0**-53)
 
 
 # -- The ways of leaving the states that optimal policies visit ------------------------------------
@@ -108,7 +80,6 @@ Family = Bernoulli | Gaussian
 # a visited state or ends. This part of an episode is an excursion. Only entries and the pairs of
 # hidden states cost regret or are worth observing; the program has one variable for each, the
 # entries first.
-
 
 #: The most numbers in the dense table of transitions between hidden states.
 LARGEST = 50_000_000
@@ -239,13 +210,9 @@ def _reach(onward: Floats, actions: Bools, depth: Ints) -> Floats:
 # Branching fixes the actions of hidden states in layer order. Deterministic transitions, for
 # example, have w in {0, 1}, and the chord is exact.
 
-
-#: The range of log theta. Every theta gives a valid bound, and the bound is flat at the best one:
-#: an error of 1e-4 changes it by a relative 1e-8. An alternative needs theta itself.
-_RANGE = (-32.0, 40.0)
-
-#: The steps of bisection for a bound, and for an alternative.
-_COARSE, _FINE = 20, 50
+#: The range of log theta, and the steps of bisection for a bound and for an alternative. Every
+#: theta gives a valid bound, flat at the best one: an error of 1e-4 changes it by 1e-8.
+_RANGE, _COARSE, _FINE = (-32.0, 40.0), 20, 50
 
 #: Fewer observations than this count as this many; none would make theta w / n infinite.
 _FEWEST = 1e-12
@@ -264,13 +231,11 @@ class Nodes(NamedTuple):
 
     def take(self, rows: Ints) -> Nodes:
         """Some of the nodes."""
-        parts: list[Any] = [part[rows] for part in self]
-        return Nodes(*parts)
+        return Nodes._make(part[rows] for part in self)
 
     def join(self, other: Nodes) -> Nodes:
         """All nodes of both."""
-        parts: list[Any] = [np.concatenate(both) for both in zip(self, other, strict=True)]
-        return Nodes(*parts)
+        return Nodes._make(map(np.concatenate, zip(self, other, strict=True)))
 
 
 class Alternatives(NamedTuple):
@@ -286,26 +251,21 @@ class Separation:
     """Searches for confusing alternatives about which given observations say little."""
 
     excursions: Excursions
-    family: Family
     batch: int = 256  # nodes that are bounded together
     budget: int = 20_000  # the most nodes in one search
 
-    @property
-    def most_cuts(self) -> int:
-        """How many alternatives a search returns at most."""
-        return max(60, 2 * len(self.excursions.gap))
-
     def search(self, n: Floats, target: float) -> Alternatives:
         """Excursions with less information than the target from observations n, worst first."""
-        nodes = self._roots()
+        n, first = np.maximum(n, _FEWEST), self.excursions.first
+        nodes = Nodes(np.arange(len(first)), np.full(first.shape, -1), 0 * first, first.copy())
         bounds, cuts, values = self._bound(nodes, n), [np.zeros((0, len(n)))], [np.zeros(0)]
         least, spent, queue = np.inf, len(bounds), None
+        most_cuts = max(60, 2 * len(n))
         while True:
             complete = ~(nodes.inflow > 0).any(1)
             least = min(least, *bounds[complete], np.inf)
             low = bounds < target
-            leaves = np.flatnonzero(complete & low)
-            if len(leaves):
+            if len(leaves := np.flatnonzero(complete & low)):
                 cuts.append(self._alternatives(nodes.take(leaves), n))
                 values.append(bounds[leaves])
             least = min(least, *bounds[~low], np.inf)
@@ -314,7 +274,7 @@ class Separation:
             if queue is not None:
                 nodes = queue[0].join(nodes)
                 bounds = np.concatenate([queue[1], bounds])
-            enough = sum(map(len, values)) >= self.most_cuts
+            enough = sum(map(len, values)) >= most_cuts
             if not len(bounds) or spent >= self.budget or enough:
                 break
             order = np.argsort(bounds, kind="stable")
@@ -323,13 +283,9 @@ class Separation:
             nodes = self._children(nodes.take(now))
             bounds = self._bound(nodes, n)
             spent += len(bounds)
-        order = np.argsort(np.concatenate(values), kind="stable")[: self.most_cuts]
+        order = np.argsort(np.concatenate(values), kind="stable")[:most_cuts]
         least = min(least, *bounds, np.inf)
         return Alternatives(float(least), not len(bounds), np.concatenate(cuts)[order])
-
-    def _roots(self) -> Nodes:
-        first = self.excursions.first
-        return Nodes(np.arange(len(first)), np.full(first.shape, -1), 0 * first, first.copy())
 
     def _children(self, nodes: Nodes) -> Nodes:
         """Fix the action of the first state with inflow, in every possible way."""
@@ -362,9 +318,9 @@ class Separation:
     ) -> tuple[Floats, Floats]:
         """The bracket for every pair, and its derivative by theta."""
         x = theta * w
-        d = self.family.tilt(mean, x / n)
-        information = np.where(w > 0, self.family.information(mean, d), 0.0)
-        return n * information - x * (d - gap), w * (gap - d)
+        d = tilt(mean, x / n)
+        told = np.where(w > 0, information(mean, d), 0.0)
+        return n * told - x * (d - gap), w * (gap - d)
 
     def _dual(self, nodes: Nodes, n: Floats) -> Dual:
         """The bound as a function of the multiplier."""
@@ -427,20 +383,19 @@ class Separation:
 
     def _bound(self, nodes: Nodes, n: Floats) -> Floats:
         """A lower bound of the information, exact for nodes with no open state, `(B,)`."""
-        dual = self._dual(nodes, np.maximum(n, _FEWEST))
+        dual = self._dual(nodes, n)
         low, high = self._multiplier(dual, len(nodes.entry), _COARSE)
         return np.maximum(dual(low)[0], dual(high)[0])
 
     def _alternatives(self, nodes: Nodes, n: Floats) -> Floats:
         """kl of the alternatives that let these excursions pay off, `(B, E + U * A)`."""
-        n = np.maximum(n, _FEWEST)
         _, high = self._multiplier(self._dual(nodes, n), len(nodes.entry), _FINE)
         variables, w = self._fixed(nodes)
         r = np.exp(high)[:, None] * w / n[variables]
         mean = self.excursions.mean[variables]
-        information = np.where(w > 0, self.family.information(mean, self.family.tilt(mean, r)), 0.0)
+        told = np.where(w > 0, information(mean, tilt(mean, r)), 0.0)
         rows = np.zeros((len(w), len(n)))
-        np.add.at(rows, (np.arange(len(w))[:, None], variables), information)
+        np.add.at(rows, (np.arange(len(w))[:, None], variables), told)
         return rows
 
 
@@ -473,22 +428,18 @@ def lower_bound(
     mdp: LayeredMDP,
     mean: Tensor,
     *,
-    noise: Literal["bernoulli", "gaussian"] = "bernoulli",
-    variance: float | None = None,
     tolerance: float = 1e-5,
     budget: int = 20_000,
     max_rounds: int = 200,
 ) -> LowerBound:
     """The least d regret / d log T of any consistent learner that knows the transitions.
 
-    For Bernoulli losses the bound is the same whether the learner knows that losses are 0 or 1, or
-    only that they lie in [0, 1]. Unreachable states and masked actions play no part. Actions with
-    gaps of at most 1e-9 are tied, and all of them are optimal.
+    Losses are 0 or 1; the bound is the same if the learner knows only that they lie in [0, 1].
+    Unreachable states and masked actions play no part. Actions with gaps of at most 1e-9 are tied,
+    and all of them are optimal.
 
     Args:
         mean: mean losses `(S, A)`.
-        noise: the family of the losses. "gaussian" has losses of any mean and a known variance.
-        variance: of Gaussian losses.
         tolerance: stop if upper - value <= tolerance * value.
         budget: the most partial policies that one search examines. It is reached only by MDPs in
             which optimal policies leave out many states; then `exact` is False, and `value` and
@@ -499,22 +450,20 @@ def lower_bound(
         The bounds, the cheapest exploration, and how they were found.
 
     Raises:
-        ValueError: if a mean is not possible, the noise has no known bound, the MDP is a batch, or
-            too many states are left out by optimal policies.
+        ValueError: if a mean is not in [0, 1], the MDP is a batch, or too many states are left out
+            by optimal policies.
         ImportError: if SciPy is needed but not installed.
     """
-    family = _family(noise, variance)
-    mdp, mean = _checked(mdp, mean, family)
+    mdp, mean = _checked(mdp, mean)
     for name, number in (("tolerance", tolerance), ("budget", budget), ("max_rounds", max_rounds)):
         if not number > 0:
             raise ValueError(f"{name}: expected a positive number, got {number}")
     excursions = excursions_of(mdp, mean)
     if len(excursions.hidden):
-        separation = Separation(excursions, family, budget=budget)
-        return _by_cutting_planes(separation, tolerance, max_rounds)
-    possible = excursions.gap < family.most(excursions.mean)
-    information = family.information(excursions.mean, excursions.gap)
-    n = np.divide(1.0, information, out=np.zeros_like(information), where=possible)
+        return _by_cutting_planes(Separation(excursions, budget=budget), tolerance, max_rounds)
+    possible = excursions.gap < excursions.mean
+    told = information(excursions.mean, excursions.gap)
+    n = np.divide(1.0, told, out=np.zeros_like(told), where=possible)
     value = float(excursions.gap @ n)
     return LowerBound(value, value, excursions.table(n), 0, True, "closed form")
 
@@ -575,29 +524,7 @@ def _uniform_visits(excursions: Excursions) -> Floats:
     return np.concatenate([np.ones(E), n.ravel()])
 
 
-#: Why there is no bound for a noise of `LossProcess`.
-_NO_BOUND = {
-    "none": "one visit reveals a loss without noise, so regret need not grow with log T",
-    "uniform": "the limit for losses uniform around their mean is not implemented",
-}
-
-
-def _family(noise: str, variance: float | None) -> Family:
-    if noise == "gaussian":
-        if variance is None or not 0 < variance < np.inf:
-            raise ValueError(
-                f"variance: Gaussian losses need a positive, finite variance, got {variance}"
-            )
-        return Gaussian(float(variance))
-    if noise != "bernoulli":
-        reason = _NO_BOUND.get(noise, "unknown noise")
-        raise ValueError(f"noise: expected bernoulli or gaussian, got {noise!r}; {reason}")
-    if variance is not None:
-        raise ValueError("variance: that of Bernoulli losses follows from their mean; leave it out")
-    return Bernoulli()
-
-
-def _checked(mdp: LayeredMDP, mean: Tensor, family: Family) -> tuple[LayeredMDP, Tensor]:
+def _checked(mdp: LayeredMDP, mean: Tensor) -> tuple[LayeredMDP, Tensor]:
     """The MDP and the means in float64 on the CPU, or a ValueError."""
     if not isinstance(mdp, LayeredMDP):
         raise TypeError(f"mdp: expected an occ.LayeredMDP, got {type(mdp).__name__}")
@@ -606,18 +533,14 @@ def _checked(mdp: LayeredMDP, mean: Tensor, family: Family) -> tuple[LayeredMDP,
     mean = as_tensor(mean)
     if not isinstance(mean, Tensor):
         raise TypeError(f"mean: expected a torch tensor, got {type(mean).__name__}")
-    shape = (mdp.num_states, mdp.num_actions)
-    if tuple(mean.shape) != shape:
+    if mean.shape != mdp.actions.shape:
+        shape = tuple(mdp.actions.shape)
         raise ValueError(f"mean: expected shape {shape}, got {tuple(mean.shape)}")
     mdp, mean = mdp.to("cpu", torch.float64), mean.detach().to("cpu", torch.float64)
     matters = mdp.actions & mdp.reachable.unsqueeze(-1)
-    inside = (mean >= 0) & (mean <= 1) if isinstance(family, Bernoulli) else mean.isfinite()
-    wrong: Sequence[list[int]] = (matters & ~inside).nonzero().tolist()
-    if wrong:
-        state, action = wrong[0]
-        expected = "in [0, 1]" if isinstance(family, Bernoulli) else "finite"
+    for state, action in (matters & ~((mean >= 0) & (mean <= 1))).nonzero().tolist():
         raise ValueError(
             f"mean: {mdp.locate(state)}, action {action} is {float(mean[state, action])}; means of "
-            f"these losses must be {expected}"
+            "these losses must be in [0, 1]"
         )
     return mdp, torch.where(matters, mean, 0.0)

@@ -1,8 +1,8 @@
 """The FTRL step in cvxpy and as a layer of cvxpylayers, and a judge of answers by residuals.
 
 The constraints E q = b are built from the transitions, and psi from the tables of its terms. No
-code of Newton's method is used. The packages (`pip install torch-occ[reference]`) are imported when
-they are used. It runs on the CPU, in double precision.
+code of Newton's method is used. The packages (`pip install 'torch-occ[reference]'`) are imported
+when they are used. It runs on the CPU, in double precision.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class Settings:
             which, solvers = "benchmark", [self.solver.lower()]
         names = ("cvxpy", "cvxpylayers", *solvers)
         absent = [name for name in names if util.find_spec(name) is None]
-        return f"{absent[0]} is not installed: pip install torch-occ[{which}]" if absent else ""
+        return f"{absent[0]} is not installed: pip install 'torch-occ[{which}]'" if absent else ""
 
     @property
     def installed(self) -> bool:

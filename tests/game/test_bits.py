@@ -16,7 +16,7 @@ from torch import Tensor
 from zoo import random_loss
 
 import torch_occ as occ
-from torch_occ.mdp.layers import InOrder, running_total
+from torch_occ.mdp.layers import running_total
 from torch_occ.mdp.occupancy import optimal_policy
 
 pytestmark = pytest.mark.bits
@@ -58,7 +58,7 @@ LEARNERS = {
         mdp, PSI["powers"](mdp), occ.ReducedVariance(occ.Polynomial(0.2, 0.37))
     ),
     "full information": lambda mdp: occ.FTRL(mdp, PSI["paper"](mdp), occ.FullInformation()),
-    "mean hints": lambda mdp: occ.ShiftedFTRL(mdp, occ.LogBarrier(3.0), hints=occ.game.MeanHints()),
+    "mean hints": lambda mdp: occ.ShiftedFTRL(mdp, occ.LogBarrier(3.0)),
     "shifted": occ.ShiftedFTRL,
     "frozen": lambda mdp: occ.ShiftedFTRL(mdp, budget=0.02, ledger="frozen"),
     "ucbvi": lambda mdp: occ.rivals.UCBVI(mdp, 3000),
@@ -165,7 +165,7 @@ def test_a_batch_of_steps_has_the_bits_of_batches_of_one(psi, mdp):
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_maps_in_order_are_sums_one_after_the_other(kind):
     """To the bit, for any place in memory and any size of the batch."""
-    dense, layer = MDP.layers[1].dense, InOrder(MDPS[kind].layers[1])
+    dense, layer = MDP.layers[1].dense, MDPS[kind].layers[1]
     num_states, num_actions, num_next = dense.shape
     v = torch.rand(
         11, 2 * num_next + 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
@@ -173,7 +173,7 @@ def test_maps_in_order_are_sums_one_after_the_other(kind):
     x = torch.rand(
         num_actions, num_states, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
     ).permute(2, 1, 0)
-    ahead, arrived = layer.ahead(v), layer.arrive(x)
+    ahead, arrived = layer.ahead(v, in_order=True), layer.arrive(x, in_order=True)
     for n in (0, 10):
         for s in range(num_states):
             for a in range(num_actions):
@@ -192,11 +192,12 @@ def test_maps_in_order_are_sums_one_after_the_other(kind):
 
 
 def test_batches_that_do_not_fit_go_in_parts(monkeypatch):
-    layer, v = InOrder(MDP.layers[1]), random_loss(MDP, batch=(2, 9))[..., 0][..., :5]
-    whole = layer.ahead(v), layer.arrive(layer.ahead(v))
+    layer, v = MDP.layers[1], random_loss(MDP, batch=(2, 9))[..., 0][..., :5]
+    ahead = layer.ahead(v, in_order=True)
+    arrived = layer.arrive(ahead, in_order=True)
     monkeypatch.setattr("torch_occ.mdp.layers._MOST", 200)
-    assert torch.equal(layer.ahead(v), whole[0])
-    assert torch.equal(layer.arrive(whole[0]), whole[1])
+    assert torch.equal(layer.ahead(v, in_order=True), ahead)
+    assert torch.equal(layer.arrive(ahead, in_order=True), arrived)
 
 
 def test_a_sum_in_order():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from beliefs import trajectories
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
@@ -12,6 +11,18 @@ from torch_occ.mdp.occupancy import occupancy, uniform_policy
 MDP = occ.LayeredMDP.random(horizon=3, width=3, num_actions=3, seed=0)
 LOSSES = occ.BernoulliLosses(random_loss(MDP, seed=3))
 EPISODES = 40
+
+
+def trajectories(mdp, t, n):
+    """Some trajectory of n runs."""
+    generator = torch.Generator().manual_seed(t)
+    states = [torch.randint(s.start, s.stop, (n,), generator=generator) for s in mdp.layer_slices]
+    rows = torch.stack(states, -1)
+    weights = mdp.actions[rows].double() + 0.0
+    actions = torch.multinomial(weights.flatten(0, 1), 1, generator=generator).view_as(rows)
+    losses = torch.rand(n, mdp.horizon, dtype=torch.float64, generator=generator)
+    table = torch.rand(n, *mdp.actions.shape, dtype=torch.float64, generator=generator)
+    return occ.Feedback(rows, actions, losses, table)
 
 
 class Softmax(occ.rivals.CountingLearner):

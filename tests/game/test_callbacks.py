@@ -38,6 +38,9 @@ def read(directory):
     return found.Reload()
 
 
+PARTS = ("", "_lower", "_upper")
+
+
 def curve(found, tag):
     events = found.Scalars(tag)
     return [event.step for event in events], torch.tensor([event.value for event in events])
@@ -47,10 +50,10 @@ def test_every_curve_equals_the_history(tmp_path):
     history = play(tmp_path)
     found, t = read(tmp_path), history.episodes
     mean, realised = band(history.regret).mean, band(history.realised_regret)
-    expected = {f"regret/{x}": y for x, y in band(history.regret)._asdict().items()}
-    expected |= {f"regret/realised_{x}": y for x, y in realised._asdict().items()}
+    expected = {f"Regret/mean{x}": y for x, y in zip(PARTS, band(history.regret), strict=True)}
+    expected |= {f"Regret/realised_mean{x}": y for x, y in zip(PARTS, realised, strict=True)}
     expected |= {
-        "regret/over_sqrt_T": mean / t.sqrt(),
+        "Regret/over_sqrt_T": mean / t.sqrt(),
         "solver/newton_steps": history.newton_steps.mean(0),
         "solver/dual_residual": history.dual_residual.amax(0),
         "solver/flow_residual": history.flow_residual.amax(0),
@@ -60,18 +63,19 @@ def test_every_curve_equals_the_history(tmp_path):
         "theta/beta": torch.ones_like(mean),
         "theta/gamma": torch.ones_like(mean),
     }
-    assert max(expected) in {"theta/learning_rate", "theta/gamma"}  # constants are the last charts
+    groups = sorted({tag.partition("/")[0] for tag in found.Tags()["scalars"]})  # as TensorBoard
+    assert groups == ["Regret", "policy", "solver", "speed", "theta"]
     for tag, values in expected.items():
         steps, logged = curve(found, tag)
         assert steps == t.tolist(), tag
         torch.testing.assert_close(logged, values.float(), msg=tag)
-    steps, logged = curve(found, "regret/over_log_T")
+    steps, logged = curve(found, "Regret/over_log_T")
     assert steps == t.tolist()[1:]  # log 1 = 0
     torch.testing.assert_close(logged, (mean[1:] / t[1:].log()).float())
     policy = {"entropy", "distance_to_optimal", "loss_above_optimal", "smallest_q"}
     assert {*found.Tags()["scalars"]} == {
         *expected,
-        "regret/over_log_T",
+        "Regret/over_log_T",
         "speed/episodes_per_second",
         *(f"policy/{name}" for name in policy),
     }
@@ -101,7 +105,7 @@ def test_images_text_layout_and_hparams(tmp_path):
     assert heat_maps[0] == 1
     assert heat_maps[-1] == EPISODES
     assert len(heat_maps) <= 4 < len(history.episodes)
-    (figure,) = found.Images("regret/figure")
+    (figure,) = found.Images("Regret/on_log_axes")
     assert figure.step == EPISODES
     assert Image.open(io.BytesIO(figure.encoded_image_string)).size == (figure.width, figure.height)
     (text,) = found.Tensors("configuration/text_summary")
@@ -126,7 +130,7 @@ def test_images_text_layout_and_hparams(tmp_path):
 def test_corruption_is_a_curve_where_there_is_some(tmp_path):
     history = play(tmp_path, losses=occ.Corrupted(occ.BernoulliLosses(MEAN), budget=5.0))
     torch.testing.assert_close(
-        curve(read(tmp_path), "regret/corruption_spent")[1], history.corruption.mean(0).float()
+        curve(read(tmp_path), "Regret/spent_corruption")[1], history.corruption.mean(0).float()
     )
 
 
@@ -155,14 +159,14 @@ def test_a_resumed_run_has_every_point_once(tmp_path, moved):
     with pytest.raises(MemoryError):
         # has logged 280, saved 256
         play(tmp_path / "parts", before=[Killed(300)], **kept, **options)
-    assert curve(read(tmp_path / "parts"), "regret/mean")[0] == [1, 50, 250, 256, 280]
+    assert curve(read(tmp_path / "parts"), "Regret/mean")[0] == [1, 50, 250, 256, 280]
     next_second()
     directory = tmp_path / ("other" if moved else "parts")
     play(directory, **kept, **options)
     found = read(directory)
     for tag, values in (
-        ("regret/mean", whole.regret.mean(0)),
-        ("regret/realised_mean", whole.realised_regret.mean(0)),
+        ("Regret/mean", whole.regret.mean(0)),
+        ("Regret/realised_mean", whole.realised_regret.mean(0)),
     ):
         steps, logged = curve(found, tag)
         assert steps == whole.episodes.tolist()
@@ -170,14 +174,14 @@ def test_a_resumed_run_has_every_point_once(tmp_path, moved):
     assert len(found.Tensors("configuration/text_summary")) == 1
     next_second()
     play(directory, **kept, **options)  # finished already: nothing to add
-    assert [event.step for event in read(directory).Images("regret/figure")] == [300]
+    assert [event.step for event in read(directory).Images("Regret/on_log_axes")] == [300]
 
 
 def test_a_run_from_the_beginning_replaces_what_was_there(tmp_path):
     play(tmp_path, episodes=40)
     next_second()
     history = play(tmp_path, episodes=20)
-    assert curve(read(tmp_path), "regret/mean")[0] == history.episodes.tolist()
+    assert curve(read(tmp_path), "Regret/mean")[0] == history.episodes.tolist()
 
 
 class NothingIsPlayed(occ.FixedPolicy):
@@ -249,7 +253,7 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path, missing, callback):
     monkeypatch.setitem(sys.modules, missing, None)
     watching = [callback(*[tmp_path] * (callback is occ.TensorBoard))]
     losses = occ.BernoulliLosses(MEAN)
-    with pytest.raises(ImportError, match=rf"{missing}.*pip install torch-occ\[experiments\]"):
+    with pytest.raises(ImportError, match=rf"{missing}.*pip install 'torch-occ\[experiments\]'"):
         occ.simulate(MDP, NothingIsPlayed(MDP), losses, 1, callbacks=watching)
 
 

@@ -111,9 +111,19 @@ def test_a_heat_map_is_of_one_q():
         occupancy_figure(mdp, q)
 
 
-def test_a_long_and_wide_mdp_wraps_its_panels():
+def test_of_a_large_mdp_the_busiest_states_of_some_layers_are_shown():
     mdp = occ.LayeredMDP.random(horizon=10, width=20, num_actions=2, seed=0)
-    figure = occupancy_figure(mdp, occ.interior_point(mdp))
-    assert sum(panel.get_visible() for panel in figure.axes[:-1]) == 10
-    assert not figure.axes[0].texts
+    q = occ.interior_point(mdp)
+    figure = occupancy_figure(mdp, q, optimal=occ.optimal_policy(mdp, q).policy)
+    *panels, bar = figure.axes
+    assert [panel.get_title() for panel in panels[:2]] == ["layer 0", "layer 1: 16 of 20"]
+    assert [panel.get_title().split(":")[0] for panel in panels[-2:]] == ["layer 8", "layer 9"]
+    states = [int(label.get_text()) for label in panels[-1].get_yticklabels()]
+    visits = q[mdp.layer_slices[9]].sum(-1)
+    assert set(states) == set(visits.argsort(descending=True)[:16].tolist())
+    shown = torch.from_numpy(panels[-1].images[0].get_array().data)
+    torch.testing.assert_close(shown, q[mdp.layer_slices[9]][states])
+    assert len(panels[-1].collections[0].get_offsets()) == 16
+    assert bar.get_ylim()[1] == pytest.approx(float(q.max()))
+    assert not panels[0].texts
     assert max(pixels(figure).shape) < 2500

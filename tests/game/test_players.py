@@ -70,11 +70,10 @@ FOLLOWERS = {
     "shifted, closing": lambda mdp: occ.ShiftedFTRL(mdp, cap=20.0, budget=0.05),
     "shifted, smooth": lambda mdp: occ.ShiftedFTRL(mdp, budget=0.05, ledger="smooth"),
     "shifted frozen": lambda mdp: occ.ShiftedFTRL(mdp, budget=0.02, ledger="frozen"),
-    "shifted, hints": lambda mdp: occ.ShiftedFTRL(
-        mdp,
-        occ.Tsallis() / occ.InverseSqrt(0.5) + occ.LogBarrier(occ.PerState(mdp, 0.2)),
-        hints=occ.game.MeanHints(0.2, 3.0),
+    "shifted, other psi": lambda mdp: occ.ShiftedFTRL(
+        mdp, occ.Tsallis() / occ.InverseSqrt(0.5) + occ.LogBarrier(occ.PerState(mdp, 0.2))
     ),
+    "shifted, no hints": lambda mdp: occ.ShiftedFTRL(mdp, hints=False),
 }
 
 
@@ -191,7 +190,7 @@ def test_a_shift_is_within_its_cap_and_without_a_cap_there_is_none():
     most = learner.cap * (1 + state["stability"])[:, MDP.layer].unsqueeze(-1)
     assert bool((state["shift"].abs() <= most).all())
     assert bool((state["shift"] != 0).any())
-    learners = occ.ShiftedFTRL(MDP, cap=0.0), occ.FTRL.tsallis(MDP, 0.85)
+    learners = occ.ShiftedFTRL(MDP, cap=0.0, hints=False), occ.FTRL.tsallis(MDP, 0.85)
     found = (occ.simulate(MDP, x, GAMES["bernoulli"], 200, range(2)).regret for x in learners)
     assert torch.equal(*found)
 

@@ -16,7 +16,7 @@ MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
 def shifted_bandit(visits, losses, total, **options):
     """A learner with two arms and one seed, before episode 11, with B = 3 and X = 30."""
     bandit = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=F64)])
-    learner = occ.ShiftedFTRL(bandit, cap=0.5, **options)
+    learner = occ.ShiftedFTRL(bandit, cap=0.5, hints=False, **options)
     learner.start(1)
     for name, x in (("visits", visits), ("losses", losses), ("cumulative_loss", total)):
         learner.state[name] = torch.tensor([[x]], dtype=F64)
@@ -60,6 +60,25 @@ def test_a_frozen_shift_stays_if_the_ledger_would_exceed_its_limit():
     )
 
 
+def test_hints_where_q_is_not_small():
+    """They begin when eta_t <= 1/4, and serve in estimates where q >= 16 eta_t^2."""
+    bandit = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=F64)])
+    learner = occ.ShiftedFTRL(bandit, occ.Tsallis() / occ.InverseSqrt(1.0))
+    learner.start(1)
+    for name, x in (("visits", [3.0, 3.0]), ("losses", [1.0, 2.0])):
+        learner.state[name] = torch.tensor([[x]], dtype=F64)
+    q, mean = torch.tensor([[[0.95, 0.05]]], dtype=F64), torch.tensor([[[0.25, 0.5]]], dtype=F64)
+    assert torch.equal(learner.hint(15), 0 * mean)
+    assert torch.equal(learner.hint(16), mean)
+    seen = torch.tensor([[0]]), torch.tensor([[1]]), torch.ones(1, 1, dtype=F64)
+    for t, hint in ((15, [0.0, 0.0]), (17, [0.25, 0.0]), (321, [0.25, 0.5])):
+        learner.state |= {"cumulative_loss": 0 * mean, "visits": 0 * mean + 3.0}
+        learner.state["losses"] = torch.tensor([[[1.0, 2.0]]], dtype=F64)
+        learner.observe(t, q, occ.Feedback(*seen, None))
+        expected = torch.tensor([[[hint[0], hint[1] + (1 - hint[1]) / 0.05]]], dtype=F64)
+        torch.testing.assert_close(learner.state["cumulative_loss"], expected)
+
+
 def test_regret_against_losses_that_change_once():
     """Two arms: arm 1 costs 0.2 more at first, and 0.4 less after 40 % of the run."""
     T, arms = 10_000, occ.LayeredMDP.random(1, 1, 2, seed=0)
@@ -71,23 +90,18 @@ def test_regret_against_losses_that_change_once():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="prior, count"):
-        occ.game.MeanHints(prior=2.0)
     for name, value in (("cap", -1.0), ("cap", math.inf), ("budget", -0.5), ("budget", math.nan)):
         with pytest.raises(ValueError, match=f"{name}: expected a finite number .* got {value}"):
             occ.ShiftedFTRL(MDP, **{name: value})
     with pytest.raises(ValueError, match=r"ledger: expected one of 'hard', .* got 'soft'"):
         occ.ShiftedFTRL(MDP, ledger="soft")
-    with pytest.raises(TypeError, match=r"hints: expected an occ\.game\.MeanHints, got 0.5"):
-        occ.ShiftedFTRL(MDP, hints=0.5)
-    with pytest.raises(ValueError, match=r"hints: they need a log-barrier.*-m / q"):
-        occ.ShiftedFTRL(MDP, occ.Tsallis(), hints=occ.game.MeanHints())
     for name in (
         "CorrectedFTRL",
         "GradientHints",
         "AdaptiveFTRL",
         "AdaptiveRates",
         "Hints",
+        "MeanHints",
         "Rates",
     ):
         with pytest.raises(AttributeError, match=f"{name} was removed: .*use occ"):

@@ -1,12 +1,12 @@
 """The Kullback-Leibler projection of UOB-REPS for one reference: the kernel, and in cvxpy."""
 
 import warnings
+from typing import Any, NamedTuple
 
 import cvxpy as cp
 import numpy as np
 import torch
 
-from torch_occ._support import constants
 from torch_occ.engine.layout import PAIR, kernel
 from torch_occ.reference import clarabel
 from torch_occ.rivals import projection
@@ -14,16 +14,31 @@ from torch_occ.rivals.beliefs import entries
 from torch_occ.step.arrays import model_of
 
 
+class Given(NamedTuple):
+    """What `projection.project` reads of a learner."""
+
+    q: Any
+    rows: Any
+    lower: Any
+    upper: Any
+    entry: Any
+    estimate: Any
+    learning_rate: float
+    tolerance: float
+    max_steps: int
+    scratch: projection.Scratch
+
+
 @kernel
-def run(model, reference, loss, rate, limits, certificate, scratch):
-    found = projection.project(model, reference, loss, rate, limits[0], limits[1], scratch)
+def run(model, given, certificate):
+    found = projection.project(model, given)
     for k in range(4):
         certificate[k] = found[k]
-    for i in range(len(reference.q)):
+    for i in range(len(given.q)):
         if model.exists[PAIR, i]:
-            reference.q[i] = scratch.pairs[projection.FOUND, i]
-            for e in range(reference.entry[i], reference.entry[i + 1]):
-                reference.rows[e] = scratch.rows[projection.P, e]
+            given.q[i] = given.scratch.pairs[projection.FOUND, i]
+            for e in range(given.entry[i], given.entry[i + 1]):
+                given.rows[e] = given.scratch.rows[projection.P, e]
 
 
 def project(mdp, q, rows, lower, upper, loss, rate, max_steps=200):
@@ -34,16 +49,10 @@ def project(mdp, q, rows, lower, upper, loss, rate, max_steps=200):
     model, entry = model_of(mdp, dense=True), entries(mdp)
     certificate = loss.new_zeros(4)
     tables = (x.numpy().reshape(-1) for x in (q, rows, lower, upper))
-    run(
-        model,
-        projection.Reference(*tables, entry),
-        loss.numpy().reshape(-1),
-        float(rate),
-        (2.0**-35, max_steps),  # eps^(2/3)
-        certificate.numpy(),
-        projection.make_scratch(model.start, entry),
-    )
-    assert certificate[0] in (constants.CONVERGED, constants.MAX_STEPS, constants.UNDERFLOW)
+    limits = (float(rate), 2.0**-35, max_steps)  # eps^(2/3)
+    scratch = projection.make_scratch(model.start, entry)
+    given = Given(*tables, entry, loss.numpy().reshape(-1), *limits, scratch)
+    run(model, given, certificate.numpy())
     return certificate
 
 

@@ -169,7 +169,7 @@ def bonus_of(name, mdp, log, left, n, loss, p, low, up, arrivals, changed=0.0):
     return b
 
 
-def plan(mdp, data, log, floor=0.0, least=None, allowed=None):
+def plan(mdp, data, log, least=None, allowed=None):
     """Q_lower, Q_upper, V_lower and the actions, pair by pair.
 
     data: for each set of data the bonus' name, C, visits and losses (S, A), and counts per layer.
@@ -181,7 +181,7 @@ def plan(mdp, data, log, floor=0.0, least=None, allowed=None):
         here, left, tops = mdp.layer_slices[k], mdp.horizon - k, []
         for s in range(here.start, here.stop):
             for a in np.flatnonzero(mdp.actions[s]):
-                lower[s, a], upper[s, a] = floor, left
+                lower[s, a], upper[s, a] = 0.0, left
                 for name, changed, visits, losses, counts in data:
                     n = float(visits[s, a])
                     if n:
@@ -221,10 +221,8 @@ class Optimist(Counting):
         for n in range(len(policy)):
             data = (self.name, own.corruption, self.visits(n), self.state["losses"][n])
             least = self.state["lower"][n] if own.monotone else None
-            lower, _, _, chosen = plan(
-                self.mdp, [(*data, self.counts(n))], log, own.floor, least=least
-            )
-            self.state["lower"][n] = torch.from_numpy(lower)
+            lower, _, _, chosen = plan(self.mdp, [(*data, self.counts(n))], log, least=least)
+            self.state["lower"][n] = torch.from_numpy(np.where(self.mdp.actions, lower, 0.0))
             policy[n, range(self.mdp.num_states), chosen] = 1.0
         return policy
 
@@ -276,69 +274,118 @@ class MultiLayerUCBVI(Counting):
 # -- confidence sets -------------------------------------------------------------------------------
 
 
-class UOBREPS(occ.rivals.CountingLearner):
+def widths_of(widths, mdp, transitions, visits):
+    """B, one tensor per layer."""
+    found = []
+    for P, m in zip(transitions, mdp.split(visits.unsqueeze(-1), -3), strict=True):
+        n = (m - widths.fewer).clamp(min=1)
+        B = widths.c1 * (P * widths.iota / n).sqrt() + widths.c2 * widths.iota / n
+        found.append(torch.where(m > 0, B.clamp(max=1), 1.0) * (P.shape[-1] > 1))
+    return found
+
+
+def upper_occupancy(mdp, policy, transitions, widths):
+    """Comp-UOB for one seed: the largest probability of every state, `(S,)`."""
+    found = np.zeros(mdp.num_states)
+    tables = [(P.numpy(), B.numpy()) for P, B in zip(transitions, widths, strict=True)]
+    for target in range(mdp.num_states):
+        k = int(mdp.layer[target])
+        f = np.eye(mdp.layer_sizes[k])[target - mdp.layer_slices[k].start]
+        for j in reversed(range(k)):
+            P, B = tables[j]
+            low, high = np.maximum(P - B, 0), np.minimum(P + B, 1)
+            left, value = 1 - low.sum(-1), low @ f
+            for n in np.argsort(-f):
+                more = np.minimum(high[..., n] - low[..., n], np.maximum(left, 0))
+                left, value = left - more, value + more * f[n]
+            f = (policy[mdp.layer_slices[j]].numpy() * value).sum(-1)
+        found[target] = f @ mdp.initial.numpy()
+    return torch.from_numpy(found)
+
+
+class Confident(occ.rivals.CountingLearner):
     """The settings are those of the learner; the first state is its own."""
 
     def __init__(self, learner):
-        super().__init__(learner.mdp, pseudo_count=0.0)
-        self.learner = learner
+        super().__init__(learner.mdp, learner.pseudo_count)
+        self.learner, self.B = learner, None
 
     def start(self, num_seeds):
         self.learner.start(num_seeds)
-        self.state = {name: x.clone() for name, x in self.learner.state.items()}
+        self.learner.state = self.state = {x: y.clone() for x, y in self.learner.state.items()}
+        self.renew()
 
+    def renew(self):
+        """The widths of the epoch."""
+        if self.learner.widths is not None:
+            visits = self.state["epoch_visits"]
+            self.B = widths_of(self.learner.widths, self.mdp, self.transitions(), visits)
+            self.state["widths"] = torch.cat([x.flatten(1) for x in self.B], 1)
+
+    def upper(self, policy):
+        """u(s, a) = pi(a | s) u(s), `(N, S, A)`."""
+        parts = [
+            upper_occupancy(self.mdp, policy[n], [P[n] for P in self.transitions()], B)
+            for n, B in enumerate(zip(*self.B, strict=True))
+        ]
+        return policy * torch.stack(parts).unsqueeze(-1)
+
+
+class UOBREPS(Confident):
     def propose_policy(self, t):
         return policy_of(self.mdp, self.state["q"])
 
-    def layers(self, name):
-        parts = self.state[name].split([P.numel() for P in self.mdp.transitions], -1)
-        return [x.unflatten(-1, P.shape) for x, P in zip(parts, self.mdp.transitions, strict=True)]
-
     def observe(self, t, policy, feedback):
-        state, own, widths = self.state, self.learner, self.layers("widths")
-        reach = occ.rivals.upper_occupancy(self.mdp, policy, self.transitions(), widths)
-        seen = feedback.gather(policy) * reach.gather(-1, feedback.states)
+        state, own = self.state, self.learner
+        seen = feedback.gather(self.upper(policy))
         loss = feedback.scatter(feedback.losses / (seen + own.bias), policy)
         self.record(t, feedback)
-        found = own.widths(self.mdp, self.transitions(), state["epoch_visits"])
-        state["widths"] = torch.cat([x.flatten(1) for x in found], 1)
-        state["lower"] = (state["belief"] - state["widths"]).clamp(min=0)
-        state["upper"] = (state["belief"] + state["widths"]).clamp(max=1)
+        self.renew()
+        lower = (state["belief"] - state["widths"]).clamp(min=0)
+        upper = (state["belief"] + state["widths"]).clamp(max=1)
         for n, q in enumerate(state["q"]):
-            tables = (state[name][n] for name in ("rows", "lower", "upper"))
+            tables = (state["rows"][n], lower[n], upper[n])
             project(self.mdp, q, *tables, loss[n], own.learning_rate)
 
 
-class UnknownFTRL(occ.rivals.CountingLearner):
-    """The step in torch, and `FTRLStep` over a batch of beliefs; the first state is its own."""
+class UnknownFTRL(Confident):
+    """The step in torch, and `FTRLStep` over a batch of beliefs."""
 
     def __init__(self, learner):
-        super().__init__(learner.mdp, learner.pseudo_count)
-        self.learner = learner
+        super().__init__(learner)
+        self.full_information = learner.full_information
         self.step = occ.FTRLStep(learner.mdp, learner.step.regularizer, backend="torch")
 
-    full_information = property(lambda self: self.learner.full_information)
-
-    def start(self, num_seeds):
-        self.learner.start(num_seeds)
-        self.learner.state = self.state = dict(self.learner.state)
+    def bonus_of(self):
+        """As printed: L min(1, sum B); or half of (L - 1 - k) min(1, sum B / 2)."""
+        L, source = self.mdp.horizon, self.learner.widths
+        if not self.learner.bonus:
+            return torch.zeros_like(self.state["visits"])
+        rows = []
+        for k, B in enumerate(self.B):
+            whole = L * B.sum(-1).clamp(max=1)
+            half = 0.5 * (L - 1 - k) * (0.5 * B.sum(-1)).clamp(max=1)
+            rows.append(half if source.remaining else whole)
+        return torch.cat(rows, -2) * self.mdp.actions
 
     def propose_policy(self, t):
         own, state = self.learner, self.state
         counted = t - (state["epoch_start"] if own.restart else torch.ones_like(state["epochs"]))
-        loss = state["cumulative_loss"] - counted[:, None, None] * state["bonus"]
+        loss = state["cumulative_loss"] - counted[:, None, None] * self.bonus_of()
         time = counted + 1
-        if own.adaptive is not None:
-            time = own.adaptive + state["spread"] / own.choices
+        if own.full_information:  # 1 / eta^2 of the paper
+            choices = self.mdp.horizon * math.log(max(self.mdp.num_pairs, 2))
+            time = 64 * self.mdp.horizon**4 + state["spread"] / choices
         state["q"] = self.step(loss, time, mdp=own.believed()).detach()
         return policy_of(self.mdp, state["q"])
 
     def observe(self, t, policy, feedback):
         own, state = self.learner, self.state
-        shown = own.bounds(policy) if own.divides_by_bounds else state["q"]
-        estimate = own.estimator(feedback, shown, t)
-        if own.adaptive is not None:
-            charged, believed = estimate - state["bonus"], own.believed()
+        shown = state["q"] if own.widths is None else self.upper(policy)
+        estimate = feedback.scatter(feedback.losses / feedback.gather(shown), policy)
+        if own.full_information:
+            estimate = feedback.table
+            charged, believed = estimate - self.bonus_of(), own.believed()
             V, Q = torch.zeros_like(policy[..., 0]), charged.clone()
             for k in reversed(range(self.mdp.horizon)):
                 here = self.mdp.layer_slices[k]
@@ -350,12 +397,8 @@ class UnknownFTRL(occ.rivals.CountingLearner):
             state["spread"] = state["spread"] + torch.minimum(*sums)
         state["cumulative_loss"] = state["cumulative_loss"] + estimate
         new = self.record(t, feedback)
-        if own.widths is not None:
-            found = own.widths(self.mdp, self.transitions(), state["epoch_visits"])
-            state["widths"] = torch.cat([x.flatten(1) for x in found], 1)
-            if own.bonus is not None:
-                state["bonus"] = own.bonus(self.mdp, found)
+        self.renew()
         if own.restart:
             state["cumulative_loss"] = state["cumulative_loss"] * ~new[:, None, None]
-            if own.adaptive is not None:
+            if own.full_information:
                 state["spread"] = state["spread"] * ~new

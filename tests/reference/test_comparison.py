@@ -143,7 +143,7 @@ def test_what_cvxpy_cannot_state_is_refused():
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
-    mdp, message = occ.LayeredMDP.random(2, 2, 2), r"pip install torch-occ\[reference\]"
+    mdp, message = occ.LayeredMDP.random(2, 2, 2), r"pip install 'torch-occ\[reference\]'"
     monkeypatch.setitem(sys.modules, "cvxpylayers.torch", None)
     with pytest.raises(ImportError, match=f"needs cvxpylayers: {message}"):
         reference.CvxpyLayer(mdp, occ.Shannon())
@@ -278,7 +278,7 @@ def test_settings_that_are_not_installed_are_named():
     found = compare(mdp, occ.Shannon(), random_loss(mdp), settings=[absent, ACCURATE_CLARABEL])
     names = [answer.name for answer in found.answers]
     assert names == ["torch_occ", "cvxpylayers, accurate Clarabel"]
-    why = "no_such_solver is not installed: pip install torch-occ[benchmark]"
+    why = "no_such_solver is not installed: pip install 'torch-occ[benchmark]'"
     assert found.left_out == {"cvxpylayers, absent": why}
     *_, said, verdict = str(found).splitlines()
     assert said == f"cvxpylayers, absent was not compared: {why}"
@@ -291,7 +291,7 @@ def test_a_comparison_with_nobody_is_refused(monkeypatch):
         compare(mdp, occ.Shannon(), random_loss(mdp), settings=[])
     none = {"cvxpylayers"}
     monkeypatch.setattr(util, "find_spec", lambda name: None if name in none else find(name))
-    message = r"default: cvxpylayers is not installed: pip install torch-occ\[reference\]"
+    message = r"default: cvxpylayers is not installed: pip install 'torch-occ\[reference\]'"
     with pytest.raises(ImportError, match=message):
         compare(mdp, occ.Shannon(), random_loss(mdp), settings=[DEFAULT, ACCURATE_SCS])
 

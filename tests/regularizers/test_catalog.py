@@ -88,7 +88,7 @@ def test_values_are_those_of_the_formula(psi, formula, problem):
 def test_only_the_arguments_in_use_are_read(psi, arguments):
     mdp, q = point("masked")
     assert psi.arguments == arguments
-    assert tuple(psi.read(mdp, q).scalars) == arguments
+    assert tuple(psi.read(mdp, q)) == arguments
 
 
 @pytest.mark.parametrize("problem", ["layers", "masked", "bandit"])

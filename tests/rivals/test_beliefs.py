@@ -1,41 +1,28 @@
-"""Counts, widths, bonuses and upper occupancy bounds: by hand, and by linear programs."""
+"""Counts, epochs, widths and upper occupancy bounds: by hand, and by linear programs."""
 
 import math
 
 import numpy as np
 import pytest
+import rival_oracles as oracles
 import torch
-from beliefs import random_belief, random_counts, random_policy, visits_of
 from scipy.optimize import linprog
-from zoo import PROBLEMS, Kept, random_loss
+from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
-from torch_occ.mdp.occupancy import occupancy, policy_of
 from torch_occ.rivals import beliefs
 
-R, T = occ.rivals, 10**5
+R = occ.rivals
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=1)
-LAYOUTS = ("masked", "contexts", "layers")
 
 
-class Uniform(R.CountingLearner):
-    """A user's learner."""
-
-    def propose_policy(self, t):
-        return occ.uniform_policy(self.mdp)[None]
-
-
-# -- counts and epochs -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_flat_tables_and_layers_are_inverse(name):
-    mdp = PROBLEMS[name]().mdp
-    table = random_counts(mdp, (3, 2))
-    flat = beliefs.join_transitions(table)
-    assert flat.shape == (3, 2, beliefs.num_transitions(mdp))
-    assert all(map(torch.equal, beliefs.split_transitions(mdp, flat), table))
-    assert [layer.shape[-3:] for layer in table] == [p.shape[-3:] for p in mdp.transitions]
+def random_counts(mdp, seed=0, most=6):
+    """Visit counts of pairs that exist, one tensor per layer."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(0, most, P.shape, generator=generator).double() * mask.unsqueeze(-1)
+        for P, mask in zip(mdp.blind().transitions, mdp.split(mdp.actions, 0), strict=True)
+    ]
 
 
 def test_transitions_are_counted_and_epochs_double():
@@ -44,7 +31,10 @@ def test_transitions_are_counted_and_epochs_double():
     table = [torch.zeros(2, *shape).double() for shape in beliefs.transition_shapes(mdp)]
     began = {0: [], 1: []}
 
-    class Loop(Uniform):
+    class Loop(R.CountingLearner):
+        def propose_policy(self, t):
+            return occ.uniform_policy(self.mdp)[None]
+
         def observe(self, t, q, feedback):
             before = {name: value.clone() for name, value in self.state.items()}
             new = self.record(t, feedback)
@@ -67,8 +57,10 @@ def test_transitions_are_counted_and_epochs_double():
                     for name in ("epoch_visits", "belief", "epochs", "epoch_start"):
                         assert torch.equal(self.state[name][i], before[name][i])
                 assert float(self.state["epochs"][i]) == 1 + len(began[i])
-            assert all(map(torch.equal, table, self.counted()))
-            assert torch.equal(visits_of(mdp, table), self.state["visits"])
+            counted = beliefs.split_transitions(mdp, self.state["counts"])
+            assert all(map(torch.equal, table, counted))
+            visits = torch.cat([layer.sum(-1) for layer in table], -2)
+            assert torch.equal(visits, self.state["visits"])
 
     assert occ.simulate(
         mdp, Loop(mdp), occ.BernoulliLosses(random_loss(mdp)), 200, range(2)
@@ -89,23 +81,13 @@ def test_empirical_transitions_by_hand():
     assert torch.equal(last, torch.ones(2, 2, 1, dtype=torch.float64))
     plain, _ = R.empirical_transitions(mdp, m, pseudo_count=0.0)
     assert torch.equal(plain, torch.tensor([[[0.75, 0.25], [0.5, 0.5]]], dtype=torch.float64))
+    masked = PROBLEMS["masked"]().mdp
+    rows = R.empirical_transitions(masked, random_counts(masked))
+    for row, mask in zip(rows, masked.split(masked.actions, 0), strict=True):
+        assert not bool(row[~mask].any())
 
 
-@pytest.mark.parametrize("kappa", [0.0, 0.5, 1.0])
-def test_empirical_transitions_are_transitions(kappa):
-    mdp = PROBLEMS["masked"]().mdp
-    rows = R.empirical_transitions(mdp, random_counts(mdp, (7,)), pseudo_count=kappa)
-    checked = occ.LayeredMDP(rows, actions=mdp.actions, initial=mdp.initial)  # validates them
-    if kappa:
-        assert bool(checked.reachable.all())
-    for row, mask in zip(rows, mdp.split(mdp.actions, 0), strict=True):
-        assert not bool(row[:, ~mask].any())
-
-
-# -- widths and bonuses ----------------------------------------------------------------------------
-
-
-def width_by_hand(name, P, m, n, delta):
+def width_by_hand(name, P, m, T, delta):
     """The formulas as they are printed, for one entry."""
     log = math.log(T * 21 / delta)
     if m == 0:
@@ -115,69 +97,36 @@ def width_by_hand(name, P, m, n, delta):
     if name == "uob_reps":
         less = max(1, m - 1)
         return min(1.0, 2 * math.sqrt(P * log / less) + 14 * log / (3 * less))
-    if name == "practical":
-        return min(1.0, math.sqrt(P / m) + 1 / m)
-    log = math.log(2 * 21 * n * T / delta)
-    if m == 1:
-        return 1.0
-    return min(1.0, math.sqrt(2 * P * (1 - P) * log / m) + 7 * log / (3 * (m - 1)))
+    return min(1.0, math.sqrt(P / m) + 1 / m)
 
 
 @pytest.mark.parametrize("name", beliefs.SOURCES)
-@pytest.mark.parametrize("delta", [0.1, 1e-15])
-def test_widths_are_the_printed_formulas(name, delta):
-    visits = torch.tensor([0.0, 1.0, 2.0, 50.0, 4e3, 1e5, 1e6], dtype=torch.float64)
-    visits = visits[:, None].expand(7, 3)
-    P = random_belief(MDP, "practical")[1]
-    B = R.Widths.of(name, MDP, T, delta)(MDP, P, visits)
-    below = 0
-    for k in range(2):
-        for s in range(MDP.layer_sizes[k]):
-            for n in range(3):
-                m = float(visits[MDP.layer_slices[k].start + s, 1])
-                expected = width_by_hand(name, float(P[k][s, 1, n]), m, 3, delta)
-                assert float(B[k][s, 1, n]) == pytest.approx(expected, rel=1e-13)
-                below += expected < 1
-    assert below or name != "practical"
-    assert not bool(B[2].any())  # the terminal state follows surely
+def test_widths_are_printed_and_hold_the_true_transitions(name):
+    """The union over everything fails in less than delta of the runs."""
+    T, delta, seeds, kept = 3000, 0.2, 40, []
+    outside = torch.zeros(seeds, dtype=torch.bool)
+    true = beliefs.join_transitions(MDP.transitions)
 
-
-def test_widths_hold_the_true_transitions():
-    """Counts of simulated episodes; the union over everything fails in less than delta of runs."""
-    delta, failed, kept = 0.2, {"uob_reps": 0, "bernstein": 0}, []
-
-    class Keep(occ.Callback):
+    class Look(occ.Callback):
         def on_checkpoint(self, run):
-            kept.append((run.learner.transitions(), run.learner.state["epoch_visits"]))
+            kept[:] = [run.learner.state]
+            error = (run.learner.state["belief"] - true).abs()
+            outside.logical_or_((error > run.learner.state["widths"] + 1e-12).any(1))
 
+    learner = R.UOBREPS(MDP, T, widths=R.Widths.of(name, MDP, T, delta))
     losses = occ.BernoulliLosses(torch.full((7, 3), 0.5, dtype=torch.float64))
-    occ.simulate(MDP, Uniform(MDP, 0.0), losses, 300, range(100), callbacks=[Keep()])
-    for name in failed:
-        widths, outside = R.Widths.of(name, MDP, 300, delta), torch.zeros(100, dtype=torch.bool)
-        for P, visits in kept:
-            for mine, width, true in zip(P, widths(MDP, P, visits), MDP.transitions, strict=True):
-                outside |= ((mine - true).abs() > width + 1e-12).flatten(1).any(1)
-        failed[name] = int(outside.sum())
-    assert all(count <= 100 * delta for count in failed.values()), failed
-
-
-def test_bonuses_by_hand():
-    mdp = PROBLEMS["masked"]().mdp
-    B = random_belief(mdp, "practical", 4, most=60)[2]
-    L = mdp.horizon
-    printed, practical = R.Bonus()(mdp, B), R.Bonus.practical()(mdp, B)
-    for state in range(mdp.num_states):
-        k = int(mdp.layer[state])
-        for a in range(mdp.num_actions):
-            total = float(B[k][state - mdp.layer_slices[k].start, a].sum())
-            exists = bool(mdp.actions[state, a])
-            assert float(printed[state, a]) == pytest.approx(exists * L * min(1.0, total))
-            expected = exists * 0.5 * (L - 1 - k) * min(1.0, 0.5 * total)
-            assert float(practical[state, a]) == pytest.approx(expected)
-    assert bool(practical.any())
-
-
-# -- upper occupancy bounds ------------------------------------------------------------------------
+    occ.simulate(MDP, learner, losses, T, range(seeds), callbacks=[Look()])
+    assert int(outside.sum()) <= seeds * delta or name == "practical"
+    tables = [beliefs.split_transitions(MDP, kept[0][x][0]) for x in ("belief", "widths")]
+    visits, below = kept[0]["epoch_visits"][0], 0
+    for k in range(2):
+        for s, a, n in np.ndindex(MDP.layer_sizes[k], 3, 3):
+            m, (P, B) = float(visits[MDP.layer_slices[k].start + s, a]), (x[k] for x in tables)
+            expected = width_by_hand(name, float(P[s, a, n]), m, T, delta)
+            assert float(B[s, a, n]) == pytest.approx(expected, rel=1e-13)
+            below += expected < 1
+    assert below
+    assert not bool(tables[1][2].any())  # the terminal state follows surely
 
 
 def by_linear_programming(mdp, policy, transitions, widths, target):
@@ -219,100 +168,15 @@ def by_linear_programming(mdp, policy, transitions, widths, target):
     return -found.fun
 
 
-@pytest.mark.parametrize("case", [*range(16), *LAYOUTS])
-def test_the_bounds_are_those_of_the_linear_program(case):
-    mdp, seed = (MDP, case) if isinstance(case, int) else (PROBLEMS[case]().mdp, 3)
-    _, P, B = random_belief(
-        mdp, [*beliefs.SOURCES][seed % 4], seed, most=(4, 30, 400, 10_000)[seed // 4 % 4]
-    )
-    policy = random_policy(mdp, seed)
-    found = R.upper_occupancy(mdp, policy, P, B)
+@pytest.mark.parametrize("case", [*range(4), "masked", "contexts", "layers"])
+def test_upper_occupancy_bounds_are_those_of_the_linear_program(case):
+    """Those of the oracle, with which UOBREPS and UnknownFTRL play the same game."""
+    mdp, seed = (MDP, case) if isinstance(case, int) else (PROBLEMS[case]().mdp.to_dense(), 3)
+    m = random_counts(mdp, seed, most=(4, 30, 400, 10_000)[seed])
+    P, visits = R.empirical_transitions(mdp, m), torch.cat([layer.sum(-1) for layer in m])
+    B = oracles.widths_of(R.Widths.of("practical", mdp), mdp, P, visits)
+    policy = random_loss(mdp, seed=seed) ** 3 * mdp.actions
+    policy = policy / policy.sum(-1, keepdim=True)
+    found = oracles.upper_occupancy(mdp, policy, P, B)
     expected = [by_linear_programming(mdp, policy, P, B, s) for s in range(mdp.num_states)]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_without_width_the_bound_is_the_occupancy(name):
-    mdp = PROBLEMS[name]().mdp
-    policy = random_policy(mdp, 1, (5,))
-    u = R.upper_occupancy(mdp, policy, mdp.transitions, [0 * P for P in mdp.transitions])
-    torch.testing.assert_close(u, occupancy(mdp, policy).sum(-1), rtol=1e-13, atol=0)
-
-
-def test_the_bound_is_above_the_occupancy_of_every_member():
-    """Belief and truth are drawn; the widths are just large enough to hold the truth."""
-    _, P, _ = random_belief(MDP, "practical", 7, batch=(40,))
-    B = [(mine - true).abs() for mine, true in zip(P, MDP.transitions, strict=True)]
-    for seed in range(5):
-        policy = random_policy(MDP, seed, (40,))
-        u = R.upper_occupancy(MDP, policy, P, B)
-        assert bool((u >= occupancy(MDP, policy).sum(-1) * (1 - 1e-14)).all())
-        assert bool((u <= 1 + 1e-14).all())
-
-
-def test_an_element_of_a_batch_has_its_own_bound():
-    _, P, B = random_belief(MDP, "practical", 2, batch=(4,))
-    policy = random_policy(MDP, 2, (3, 4))
-    whole = R.upper_occupancy(MDP, policy, P, B)
-    assert whole.shape == (3, 4, MDP.num_states)
-    for i, j in np.ndindex(3, 4):
-        one = R.upper_occupancy(MDP, policy[i, j], [p[j] for p in P], [b[j] for b in B])
-        assert torch.equal(one, whole[i, j])
-
-
-# -- numbers about a belief ------------------------------------------------------------------------
-
-
-def test_monitored_numbers_by_hand():
-    mdp = PROBLEMS["masked"]().mdp
-    losses, kept = occ.BernoulliLosses(random_loss(mdp)), Kept()
-    learner = R.UnknownFTRL.practical(mdp)
-    history = occ.simulate(mdp, learner, losses, 30, range(3), callbacks=[kept])
-    learner, q = kept.learner, history.last_q
-    found = learner.monitor(mdp, q)
-    errors, played, held = [], 0.0, torch.ones(3, dtype=torch.bool)
-    for k in range(mdp.horizon - 1):
-        here = mdp.layer_slices[k]
-        error = (learner.transitions()[k] - mdp.transitions[k]).abs()
-        held &= (error <= learner.confidence()[k]).flatten(1).all(1)
-        errors.append(error.sum(-1)[:, mdp.actions[here]].flatten())
-        played += float((q[:, here] * error.sum(-1)).sum()) / 3 / (mdp.horizon - 1)
-    u = R.upper_occupancy(mdp, policy_of(mdp, q), learner.transitions(), learner.confidence())
-    expected = {
-        "epochs": float(learner.state["epochs"].mean()),
-        "l1_error": float(torch.cat(errors).mean()),
-        "l1_error_played": played,
-        "coverage": float(held.double().mean()),
-        "bonus": float(learner.state["bonus"][:, mdp.actions].mean()),
-        "upper_bound": float(u.mean()),
-        "occupancy": mdp.horizon / mdp.num_states,
-    }
-    assert found == pytest.approx(expected)
-
-
-def test_learners_without_a_belief_have_no_numbers():
-    mdp = PROBLEMS["layers"]().mdp
-    assert occ.FixedPolicy(mdp).monitor(mdp, occ.interior_point(mdp)[None]) == {}
-    plug_in = R.UnknownFTRL(mdp, occ.jin_luo(mdp))
-    plug_in.start(2)
-    q = occ.interior_point(mdp).expand(2, -1, -1)
-    assert set(plug_in.monitor(mdp, q)) == {"epochs", "l1_error", "l1_error_played"}
-    assert set(plug_in.monitor(mdp.to_sparse(), q)) > {"epochs"}
-    bandit = occ.LayeredMDP([torch.ones(1, 3, 1, dtype=torch.float64)])
-    one_layer = R.UnknownFTRL(bandit, occ.jin_luo(bandit))
-    one_layer.start(1)
-    assert one_layer.monitor(bandit, occ.interior_point(bandit)[None]) == {"epochs": 1.0}
-
-
-def test_tensorboard_shows_the_belief(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    mdp = PROBLEMS["layers"]().mdp
-    losses, board = occ.BernoulliLosses(random_loss(mdp)), occ.TensorBoard(tmp_path)
-    occ.simulate(mdp, R.UnknownFTRL.practical(mdp), losses, 200, range(2), callbacks=[board])
-    events = accumulator.EventAccumulator(str(tmp_path))
-    events.Reload()
-    tags = {tag for tag in events.Tags()["scalars"] if tag.startswith("belief/")}
-    names = ("epochs", "l1_error", "l1_error_played", "coverage", "bonus", "upper_bound")
-    assert tags == {f"belief/{name}" for name in (*names, "occupancy")}
-    points = [event.value for event in events.Scalars("belief/l1_error_played")]
-    assert points[-1] < points[0]

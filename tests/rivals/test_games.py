@@ -18,18 +18,9 @@ def psi():
     return occ.Tsallis() / occ.InverseSqrt(0.8) + occ.LogBarrier(1.0)
 
 
-def unknown(regularizer=psi, widths="practical", **options):
-    """An `UnknownFTRL`, with widths unless they are None."""
-
-    def build(mdp):
-        of = None if widths is None else R.Widths.of(widths, mdp, T, 0.9)
-        return R.UnknownFTRL(mdp, regularizer(), widths=of, **options)
-
-    return build
-
-
-def shannon():
-    return occ.Shannon() / occ.InverseSqrt(1.0)
+def unknown(widths="practical", **options):
+    """An `UnknownFTRL` with widths."""
+    return lambda mdp: R.UnknownFTRL(mdp, psi(), widths=R.Widths.of(widths, mdp, T, 0.9), **options)
 
 
 #: Learners with deterministic policies: their kind in the oracle, if it needs one.
@@ -43,7 +34,7 @@ PLANNERS = {
         lambda x: oracles.Optimist("bernstein", x),
     ),
     "sharp": (
-        lambda mdp: R.UCBVI(mdp, bonus="sharp", corruption=20.0, floor=-1.5, delta=0.01),
+        lambda mdp: R.UCBVI(mdp, bonus="sharp", corruption=20.0, delta=0.01),
         lambda x: oracles.Optimist("sharp", x),
     ),
     "euler": (R.EULER, lambda x: oracles.Optimist("euler", x)),
@@ -56,17 +47,15 @@ SOLVERS = {
         mdp, T, widths=R.Widths.of("practical", mdp), learning_rate=0.1
     ),
     "printed uob-reps": lambda mdp: R.UOBREPS(mdp, T),
-    "plug-in": unknown(widths=None),
-    "hybrid": lambda mdp: R.UnknownFTRL(mdp, occ.jin_luo(mdp, beta=0.5), pseudo_count=0.5),
+    "plug-in": lambda mdp: R.UnknownFTRL(mdp, psi()),
+    "hybrid": lambda mdp: R.UnknownFTRL(mdp, occ.jin_luo(mdp, beta=0.5)),
     "practical": R.UnknownFTRL.practical,
-    "restarts": unknown(bonus=R.Bonus(0.1), restart=True),
-    "bernstein": unknown(widths="bernstein", bonus=R.Bonus(0.1)),
-    "bounds": unknown(widths="uob_reps", estimator=occ.ImplicitExploration(0.02)),
+    "restarts": unknown(bonus=True, restart=True),
+    "bounds": unknown("uob_reps"),
     "printed": lambda mdp: R.UnknownFTRL.jin_huang_luo(mdp, T),
     "full information": lambda mdp: R.UnknownFTRL.jin_huang_luo(mdp, T, full_information=True),
-    "adaptive": unknown(shannon, adaptive=2.0),
-    "polynomial": unknown(
-        lambda: occ.Tsallis() / occ.Polynomial(1.0, 0.4), widths=None, restart=True
+    "polynomial": lambda mdp: R.UnknownFTRL(
+        mdp, occ.Tsallis() / occ.Polynomial(1.0, 0.4), restart=True
     ),
 }
 LEARNERS = {name: build for name, (build, _) in PLANNERS.items()} | SOLVERS
@@ -103,7 +92,7 @@ def check(mdp, name, losses, episodes):
     difference = found.realised_regret - expected.realised_regret
     assert float(difference.abs().max()) < 1e-10  # the same trajectories
     assert float(found.uncertified.max()) == 0
-    for field in mine.keys() & theirs.keys() - {"lower"}:
+    for field in mine.keys() & theirs.keys():
         # A rival that begins an epoch has the first q of the next one.
         if field not in ("q", "newton_steps", "dual_residual", "flow_residual"):
             own = mine[field].sum(1) if name == "layers" else mine[field]

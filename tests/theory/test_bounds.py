@@ -1,10 +1,10 @@
+import itertools
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from theory_cases import F64, bandit, cases, check, one_hot, tightest
 
 import torch_occ as occ
@@ -45,14 +45,6 @@ def test_the_papers_parameters_turn_the_general_theorem_into_the_main_one():
         assert Y <= 2 * D
 
 
-@given(st.floats(0.01, 100), st.floats(0.01, 100))
-@settings(max_examples=30)
-def test_z_is_what_the_proof_adds_up(alpha, gamma):
-    check(theory.bounds.worst_case_coefficient(MDP, theory.Parameters(alpha, 1.0, gamma)))
-    found = theory.bounds.worst_case_coefficient(bandit(2), theory.Parameters(1e-6, 1.0, 1e-3))
-    assert 0.85 < tightest(found) < 1  # (1 + 1/sqrt 2) / 2
-
-
 @settings(max_examples=30)
 @given(cases())
 def test_the_summands(case):
@@ -68,9 +60,6 @@ def test_the_summands(case):
         assert float(J.J3[i]) == pytest.approx(
             math.sqrt(float((q + best[i][left_out[i]]).sum() / t[i]))
         )
-    X, Y, Z = coefficients = theory.bounds.Coefficients(2.0, 3.0, 4.0)
-    expected = torch.minimum(X * J.J2 + Y * J.J3, Z * J.J1)
-    torch.testing.assert_close(theory.bounds.summand(coefficients, J), expected)
 
 
 def test_the_theorem_is_nearly_tight_in_the_first_episode():
@@ -89,13 +78,6 @@ def test_the_theorem_is_nearly_tight_in_the_first_episode():
     assert 0.5 < tightest(later) < tightest(first)
 
 
-def test_cauchy_schwarz_is_tight_for_many_equal_actions():
-    mdp = bandit(1000)
-    q = occ.interior_point(mdp)
-    J = theory.bounds.summands(q, q, one_hot(mdp, 0), number(10))
-    assert tightest(theory.cauchy_schwarz(mdp, J)) == pytest.approx(0.999)
-
-
 # -- corollaries -----------------------------------------------------------------------------------
 
 
@@ -112,7 +94,6 @@ def test_the_explicit_adversarial_bound_is_the_sum_of_its_lemmas():
     # Only sum eta_t <= 2 gamma sqrt T was given away.
     assert float(penalty + stability) + rest <= found
     assert found == pytest.approx(float(penalty + stability) + rest, rel=0.02)
-    assert float(theory.adversarial(MDP, number(T))) == pytest.approx(math.sqrt(L * S * A * T))
 
 
 def test_weights_of_the_penalty():
@@ -133,8 +114,6 @@ def test_the_stochastic_bound_by_hand():
     mdp, gap, best = gaps_and_policy()
     T = number(1000)
     assert float(theory.minimal_gap(mdp, gap, best)) == pytest.approx(0.3)
-    by_hand = math.log(1000) * (3 / 0.3 + 1 * (1 + 3) * (1 / 0.3 + 1 / 0.7))
-    assert float(theory.stochastic(mdp, gap, best, T)) == pytest.approx(by_hand)
     parameters = theory.Parameters(0.5, 64.0, 1.0)
     X, Y, _ = theory.explicit(mdp, parameters)
     assert pytest.approx(1.5 + 64 * math.e * (1 + 2)) == X
@@ -162,10 +141,11 @@ def test_no_gap_no_bound():
 
 
 def test_the_harmonic_sum():
-    printed, ours = theory.bounds.harmonic(torch.tensor([1.0, 2.0, 3.0, 10.0, 1000.0], dtype=F64))
-    assert printed.holds.tolist() == [False, False, True, True, True]
-    check(ours)
-    assert tightest(ours) == 1.0  # at T = 1
+    """Printed: sum 1/t <= 2 log T; the bound has 1 + log T."""
+    for T in (1, 2, 3, 10, 1000):
+        total = sum(1 / t for t in range(1, T + 1))
+        assert (total <= 2 * math.log(T)) == (T > 2)
+        assert total <= 1 + math.log(T)
 
 
 def test_the_square_of_b_needs_a_factor_of_two():
@@ -240,13 +220,12 @@ def test_the_tuning_is_the_minimum(size):
 def test_the_tuning_has_the_printed_order():
     """The exact minimum is 2 to 4.6 times the printed order, over five orders of magnitude."""
     ratios = []
-    for horizon in (1, 3, 30, 300):
-        for actions in (2, 30, 1000):
-            states = 1 + 3 * (horizon - 1)
-            sizes = {"horizon": horizon, "num_states": states, "num_actions": actions}
-            mdp = SimpleNamespace(**sizes, num_pairs=states * actions)
-            printed = theory.bounds.printed_tuning_order(mdp)
-            ratios.append(theory.tune_stochastic(mdp).value / printed)
+    for L, A in itertools.product((1, 3, 30, 300), (2, 30, 1000)):
+        S = 1 + 3 * (L - 1)
+        mdp = SimpleNamespace(horizon=L, num_states=S, num_actions=A, num_pairs=S * A)
+        order = math.sqrt(A) * L + L**1.5 + A + A**0.75 * math.sqrt(L)
+        printed = S * math.sqrt(A) * L**1.5 * order
+        ratios.append(theory.tune_stochastic(mdp).value / printed)
     assert min(ratios) > 2
     assert max(ratios) < 4.6
 

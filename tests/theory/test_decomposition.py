@@ -5,8 +5,8 @@ import torch
 from theory_cases import F64, bandit, check, masked, tightest
 
 import torch_occ as occ
+from experiments.theory import draw_policy
 from torch_occ import theory
-from torch_occ.theory.surveys import draw_policy
 
 MDP = occ.LayeredMDP.random(3, 2, 3, seed=1)
 MEAN = torch.rand(
@@ -53,19 +53,18 @@ def test_a_recorder_needs_every_episode():
         occ.simulate(MDP, learner, losses, 9, range(2), **some)
 
 
-def check_run(mdp, found, trajectory, history, best, mean):
+def check_run(mdp, found, trajectory, best, mean):
     """Every lemma along a run, for states of one action too."""
     parameters, q, count = found.parameters, trajectory.q, len(trajectory.q)
     check(*theory.smooth_update(mdp, q, found.tilde_q))
     check(found.simple_decomposition(), found.bound_stability(), *found.bound_penalty())
     check(found.key_lemma())
     check(*theory.proper_comparator(mdp, q[0], best, count * mean, parameters, count))
-    check(found.regret_bound(history.regret[:, -1], best, q))
 
 
 def test_every_lemma_along_a_run(run):
-    trajectory, history, best, _, found = run
-    check_run(MDP, found, trajectory, history, best, MEAN)
+    trajectory, _, best, _, found = run
+    check_run(MDP, found, trajectory, best, MEAN)
     t = torch.arange(1, T + 1, dtype=F64).unsqueeze(-1)
     check(*theory.step_length(MDP, trajectory.q, found.tilde_q, found.parameters, t))
     check(found.short_estimate())
@@ -85,7 +84,7 @@ def test_the_stability_term_is_the_difference_of_values(run):
 
 
 def test_how_tight_the_lemmas_are(run):
-    trajectory, history, best, _, found = run
+    trajectory, *_, found = run
     # With beta = 64 L the update moves by at most 1 / (8 sqrt L), far less than the factor 2 of
     # lem:smooth_update.
     for side in theory.smooth_update(MDP, trajectory.q, found.tilde_q):
@@ -102,10 +101,6 @@ def test_how_tight_the_lemmas_are(run):
     assert 0.005 < tightest(whole) < 1 / 64
     # L / beta is nearly reached when every layer shows a loss of 1 and the log-barrier rules.
     assert 0.8 < tightest(found.short_estimate()) < 1
-    # lem:bound_penalty: a few per cent; lem:key_lemma_ftrl: nothing like tight at the paper's beta.
-    inequality, _ = found.bound_penalty()
-    assert bool((inequality.slack > 0).all())
-    assert tightest(found.regret_bound(history.regret[:, -1], best, trajectory.q)) < 0.05
 
 
 def test_half_the_norm_for_one_state():
@@ -136,11 +131,11 @@ def test_along_a_run_with_masks_and_a_state_of_one_action():
     mdp, generator = masked(), torch.Generator().manual_seed(0)
     mean = torch.rand(mdp.num_states, mdp.num_actions, dtype=F64, generator=generator)
     parameters = theory.Parameters.paper(mdp)
-    trajectory, history = recorded(parameters, 40, mdp, mean)
+    trajectory, _ = recorded(parameters, 40, mdp, mean)
     best = occ.occupancy(mdp, occ.optimal_policy(mdp, mean).policy)
     u = theory.runs.comparator_point(trajectory.q[0], best, 40)
     found = theory.decompose(mdp, parameters, trajectory, u)
-    check_run(mdp, found, trajectory, history, best, mean)
+    check_run(mdp, found, trajectory, best, mean)
 
 
 # -- single steps ----------------------------------------------------------------------------------

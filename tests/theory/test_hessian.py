@@ -7,9 +7,9 @@ from theory_cases import F64, bandit, cases, masked
 from torch.autograd.functional import hessian as autograd_hessian
 
 import torch_occ as occ
+from experiments.theory import draw_policy
 from torch_occ import theory
 from torch_occ.theory.curvatures import inflow_rest
-from torch_occ.theory.surveys import draw_policy
 
 EPS = torch.finfo(F64).eps
 

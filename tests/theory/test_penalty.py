@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from theory_cases import F64, bandit, cases, check, fan, masked, one_hot, tightest
 
 import torch_occ as occ
+from experiments.theory import draw_mapping, draw_policy
 from torch_occ import theory
-from torch_occ.theory.surveys import draw_mapping, draw_policy
 
 
 @settings(max_examples=30)

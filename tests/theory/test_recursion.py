@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from theory_cases import F64, cases, check, masked, tightest
 
 import torch_occ as occ
+from experiments.theory import draw_policy
 from torch_occ import theory
 from torch_occ.theory.curvatures import P
-from torch_occ.theory.surveys import draw_policy
 
 EPS = torch.finfo(F64).eps
 
@@ -48,12 +48,13 @@ def test_n_by_its_definition(k):
     if k == 0:
         check_N(mdp, curve, 0, C @ torch.linalg.inv(C + D) @ D)
         return
-    before = theory.curvatures.N(mdp, curve, k - 1)
+    layers = theory.curvatures.all_N(mdp, curve)
+    before = layers[k - 1]
     W = torch.linalg.inv(C + D + P(mdp, k).mT @ before @ P(mdp, k))
-    found, atol = theory.curvatures.W(mdp, curve, k), 1e-10 * float(W.abs().max())
+    found, atol = theory.curvatures.W(mdp, curve, k, before), 1e-10 * float(W.abs().max())
     torch.testing.assert_close(found, W, rtol=1e-10, atol=atol)
     check_N(mdp, curve, k, D - D @ W @ D)
-    check_N(mdp, curve, k, theory.curvatures.N(mdp, curve, k))
+    check_N(mdp, curve, k, layers[k])
     core = torch.linalg.inv(C + P(mdp, k).mT @ before @ P(mdp, k))
     check_N(mdp, curve, k, torch.linalg.inv(torch.linalg.inv(D) + core))
 
@@ -62,27 +63,18 @@ def test_a_broken_n_is_found():
     """The proof of lem:N_properties prints N_{k-1}^-1 for N_{k-1}; and a wrong factor."""
     mdp, curve = moderate()
     C, D = (torch.diag(part[mdp.layer_slices[2]].flatten()) for part in curve)
-    step, before = P(mdp, 2), theory.curvatures.N(mdp, curve, 1)
+    step, (_, before, good, _) = P(mdp, 2), theory.curvatures.all_N(mdp, curve)
     printed = torch.linalg.inv(
         torch.linalg.inv(D) + torch.linalg.inv(C + step.mT @ torch.linalg.inv(before) @ step)
     )
-    good = theory.curvatures.N(mdp, curve, 2)
     check_N(mdp, curve, 2, good)
     for broken in (
         printed,
         1.001 * good,
-        theory.curvatures.N(mdp, curve._replace(c_inverse=2 * curve.c_inverse), 2),
+        theory.curvatures.all_N(mdp, curve._replace(c_inverse=2 * curve.c_inverse))[2],
     ):
         with pytest.raises(AssertionError):
             check_N(mdp, curve, 2, broken)
-
-
-def test_the_diagonals_and_the_numbers_of_layers():
-    mdp, curve = moderate()
-    found = torch.cat([theory.curvatures.N(mdp, curve, k).diagonal() for k in range(4)])
-    torch.testing.assert_close(found.view(-1, 3), theory.curvatures.N_diagonal(mdp, curve))
-    with pytest.raises(ValueError, match="k: expected a layer from 0 to 3, got 4"):
-        theory.curvatures.N(mdp, curve, 4)
 
 
 @settings(max_examples=20)

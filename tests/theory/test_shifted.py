@@ -13,7 +13,6 @@ import torch_occ as occ
 from torch_occ.theory import shifted
 
 F64 = torch.float64
-HINTS = occ.game.MeanHints(prior=0.0)
 
 
 def worlds(mdp, mean, T):
@@ -28,7 +27,7 @@ def worlds(mdp, mean, T):
 
 
 def comparators(mdp, run):
-    """The best policy for Lhat_T, and random ones, inside Omega if psi has a log-barrier."""
+    """The best policy for Lhat_T, and random ones."""
     total = run.all("cumulative_loss")[-1]
     best = occ.occupancy(mdp, occ.optimal_policy(mdp, total).policy)
     generator = torch.Generator().manual_seed(0)
@@ -41,12 +40,12 @@ def comparators(mdp, run):
 
 SETTINGS = {
     "default": {},
+    "without hints": {"hints": False},
     "closing": {"cap": 20.0, "budget": 0.05},
     "smooth": {"cap": 20.0, "budget": 0.02, "ledger": "smooth"},
-    "frozen": {"cap": 10.0, "budget": 0.05, "ledger": "frozen"},
-    "no budget": {"budget": 0.0, "ledger": "smooth"},
-    "hints": {"cap": 2.0, "budget": 0.1, "hints": HINTS},
-    "hints, frozen": {"cap": 5.0, "budget": 0.05, "ledger": "frozen", "hints": HINTS},
+    "frozen": {"cap": 5.0, "budget": 0.05, "ledger": "frozen"},
+    "frozen without hints": {"cap": 10.0, "budget": 0.05, "ledger": "frozen", "hints": False},
+    "no budget": {"budget": 0.0, "ledger": "smooth", "hints": False},
 }
 
 
@@ -71,7 +70,7 @@ def test_no_run_violates_lemma_1_or_2(name, shape):
         B = ((q / torch.arange(1, T + 1)[:, None, None, None]).sqrt()
              * (1 - occ.policy_of(mdp, q))).sum((0, -2, -1))  # fmt: skip
         torch.testing.assert_close(run.all("stability")[-1].sum(-1), B)
-    assert closed > 0 or name in ("default", "hints") or shape == (1, 1, 2)
+    assert closed > 0 or name in ("default", "without hints") or shape == (1, 1, 2)
 
 
 def trajectories(mdp, q):
@@ -101,9 +100,13 @@ def test_lemma_4_over_all_trajectories(scale, t):
     gamma = 0.85
     q = occ.FTRLStep(mdp, occ.Tsallis() / occ.InverseSqrt(gamma))(scale * t**0.5 * mean, t=t)
     visits, chance = trajectories(mdp, q.detach())
-    for loss in (mean, torch.ones_like(mean)):
-        both = shifted.lemma_4(mdp, q.detach(), visits * loss / q.detach(), chance, t, gamma)
-        assert all(bool(x.holds) for x in both)
+    q, eta = q.detach(), gamma / t**0.5
+    for loss, hint in itertools.product((mean, torch.ones_like(mean)), (None, 1 - mean)):
+        used = torch.zeros_like(q) if hint is None else hint * (q >= 16 * eta**2)
+        estimate = used + visits * (loss - used) / q
+        both = shifted.lemma_4(mdp, q, estimate, chance, t, gamma, hint)
+        allowed = (hint is None or eta <= 1 / 4, hint is None or eta * 3 <= 1 / 16)
+        assert all(bool(x.holds) for x, a in zip(both, allowed, strict=True) if a)
         assert float(both[0].left) > 0
 
 
@@ -136,15 +139,15 @@ def test_the_terms_of_theorem_a_along_a_run(ledger):
     for name in ("stability", "penalty"):
         assert few[name] == pytest.approx(exact[name], rel=0.02)
     settings = shifted.ShiftSettings.of(learner)
-    assert settings == shifted.ShiftSettings(0.85, 5.0, 10.0, 1 if ledger == "frozen" else 3)
-    price = 10.0 + (5.0 if ledger == "frozen" else 15.0)
-    slope = 4 * 0.85 + 1 / 0.85 + 2 * price
-    bound = slope * math.sqrt(3 * 21 * T) + 10.0 + (price - 10.0) * 3
+    assert settings == shifted.ShiftSettings(0.85, 2.0, 4.0, 1 if ledger == "frozen" else 3, True)
+    price = 4.0 + (2.0 if ledger == "frozen" else 6.0)
+    slope = 8 * 0.85 + 1 / 0.85 + 2 * price
+    bound = slope * math.sqrt(3 * 21 * T) + 4.0 + (price - 4.0) * 3
     assert exact["bound"] == pytest.approx(bound)
 
 
 def test_the_theorems_with_their_constants():
-    """Theorem B for two arms, by hand; and a log-barrier has its price in both."""
+    """Theorem B for two arms, by hand; and what hints change in both."""
     arms, regret = occ.LayeredMDP.random(1, 1, 2, seed=0), torch.zeros(2, dtype=F64)
     gaps, T, C = torch.tensor([[0.0, 0.5]], dtype=F64), 100, 7.0
     found = shifted.theorem_b(arms, shifted.ShiftSettings(1.0), regret, T, gaps, C)
@@ -153,12 +156,12 @@ def test_the_theorems_with_their_constants():
     assert float(found.right) == pytest.approx(2 * U + V + 2 * math.sqrt((1.5 * C + U + V) * U))
     tie = torch.zeros(1, 2, dtype=F64)
     assert math.isinf(shifted.theorem_b(arms, shifted.ShiftSettings(1.0), regret, T, tie).right)
-    hinted = shifted.ShiftSettings(1.0, barrier=4.0, hinted=True)
-    price = 4 * 2 * math.log(T) + 1 + math.sqrt(2)
+    hinted = shifted.ShiftSettings(1.0, hints=True)
     found = shifted.theorem_a(arms, hinted, regret, T)
-    assert float(found.right) == pytest.approx((8 * 2**0.5 + 1) * math.sqrt(2 * T) + price)
-    found, U = shifted.theorem_b(arms, hinted, regret, T, gaps), log * ((1 + 8 * 2**0.5) ** 2 + 2)
-    assert float(found.right) == pytest.approx(2 * U + price + 2 * math.sqrt((U + price) * U))
+    assert float(found.right) == pytest.approx(9 * math.sqrt(2 * T))
+    found, U = shifted.theorem_b(arms, hinted, regret, T, gaps), log * (33**2 + 2)
+    V = (128 * 2**0.5 + 80 * 2**1.5) * log + 128 * 2**0.5
+    assert float(found.right) == pytest.approx(2 * U + V + 2 * math.sqrt((U + V) * U))
 
 
 def test_a_learner_without_a_theorem_says_why():
@@ -166,11 +169,10 @@ def test_a_learner_without_a_theorem_says_why():
     barrier = occ.Tsallis() / occ.InverseSqrt(1.0) + occ.LogBarrier(2.0)
     for learner, expected in (
         (occ.ShiftedFTRL(mdp), "Theorems A and B"),
-        (occ.ShiftedFTRL(mdp, barrier), "Theorems A and B"),
+        (occ.ShiftedFTRL(mdp, hints=False), "Theorems A and B"),
+        (occ.ShiftedFTRL(mdp, barrier), "none: Lemma 4 needs the 1/2-Tsallis entropy"),
         (occ.ShiftedFTRL(mdp, occ.jin_luo(mdp)), "none: Lemma 4 needs the 1/2-Tsallis entropy"),
         (occ.ShiftedFTRL(mdp, occ.Tsallis(0.6) / occ.InverseSqrt()), "none: Lemma 4 needs"),
-        (occ.ShiftedFTRL(mdp, hints=HINTS), "none: with hints, estimates may be negative"),
-        (occ.ShiftedFTRL(mdp, barrier, hints=HINTS), "Theorem A; with hints, Theorem B needs"),
     ):
         assert learner.guarantee.startswith(expected)
         proved = not expected.startswith("none")

@@ -6,8 +6,8 @@ import torch
 from theory_cases import F64, bandit, check, masked, one_hot, tightest
 
 import torch_occ as occ
+from experiments.theory import draw_mapping, draw_policy
 from torch_occ import theory
-from torch_occ.theory.surveys import draw_mapping, draw_policy
 
 
 def test_with_masks_several_start_states_and_states_of_one_action():

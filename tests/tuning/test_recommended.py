@@ -15,7 +15,7 @@ def test_there_is_a_learner_for_every_kind_of_world():
     mdp, mean = random_problem(0, (2, 2, 2))
     learner = occ.recommended(mdp)
     assert isinstance(learner, occ.ShiftedFTRL)
-    assert (numbers(learner)["gamma"], learner.cap, learner.budget) == (0.85, 5.0, 10.0)
+    assert (numbers(learner)["gamma"], learner.cap, learner.budget) == (0.85, 2.0, 4.0)
     assert learner.guarantee == "Theorems A and B"
     assert "Theorems A and B" in occ.recommended.__doc__
     assert isinstance(occ.recommended(mdp, "stochastic"), occ.rivals.Thompson)

@@ -85,7 +85,7 @@ def extra(name: str, need: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ImportError(f"{need}: pip install torch-occ[{name}]") from error
+        raise ImportError(f"{need}: pip install 'torch-occ[{name}]'") from error
 
 
 def wants_bar(progress: bool | None) -> bool:

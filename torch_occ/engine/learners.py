@@ -297,9 +297,7 @@ class CompiledShifted(NamedTuple):
     cap: float
     budget: float
     rule: int
-    hinted: bool
-    prior: float
-    count: float  # type: ignore[assignment]
+    threshold: float
     mean: PerPair
     loss: PerPair  # of the step
     last: PerPair  # e_{t-1}
@@ -326,15 +324,18 @@ def _propose_shifted(game: Game, t: int, tally: Tally, learner: Any, work: Work)
 
 @observe.register(CompiledShifted)
 def _observe_shifted(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
-    add_stability(game.model, float(game.before + t + 1), learner)
-    if learner.hinted:
+    episode = float(game.before + t + 1)
+    hinted, least = episode >= learner.threshold, learner.threshold / episode
+    add_stability(game.model, episode, learner)
+    if hinted:
         for i in range(len(learner.q)):
+            learner.mean[i] = where(learner.q[i] >= least, learner.mean[i], 0.0)
             learner.cumulative_loss[i] += learner.mean[i]
     for n in range(len(game.pairs)):
         own = lane(learner, n)
         for k in range(game.pairs.shape[1]):
             i, loss = game.pairs[n, k], game.losses[n, k]
-            hint = own.mean[i] if learner.hinted else 0.0
+            hint = own.mean[i] if hinted else 0.0
             own.cumulative_loss[i] += (loss - hint) / own.q[i]
             own.losses[i] += loss
             own.visits[i] += 1.0
@@ -354,19 +355,18 @@ def write_shift(model: Model, episode: float, learner: CompiledShifted) -> Any:
     elif learner.rule == SMOOTH:
         share = max(1.0 - max(spent, 0.0) / max(room, TINY), 0.0)
         learner.refused[0] += where(share > 0.0, 0.0, 1.0)
-    times = episode - 1.0 if learner.hinted else episode
+    hinted = episode >= learner.threshold
+    times = episode - 1.0 if hinted else episode
     for k in range(len(learner.stability)):
         most = learner.cap * (1.0 + learner.stability[k])
         for i in range(start[k] * num_actions, start[k + 1] * num_actions):
             learner.last[i] = learner.shift[i]
             if model.exists[PAIR, i]:
-                mean = (learner.count * learner.prior + learner.losses[i]) / (
-                    learner.count + learner.visits[i]
-                )
+                mean = learner.losses[i] / (1.0 + learner.visits[i])
                 apart = times * mean - learner.cumulative_loss[i]
                 learner.mean[i] = mean
                 learner.shift[i] = max(min(apart, most), -most) * share
-            hint = learner.mean[i] if learner.hinted else 0.0
+            hint = learner.mean[i] if hinted else 0.0
             learner.loss[i] = learner.cumulative_loss[i] + learner.shift[i] + hint
     return room
 

@@ -21,4 +21,3 @@ from torch_occ.game.history import Mean as Mean
 from torch_occ.game.history import SelfBounding as SelfBounding
 from torch_occ.game.history import comparator as comparator
 from torch_occ.game.history import self_bounding as self_bounding
-from torch_occ.game.shifted import MeanHints as MeanHints

@@ -80,19 +80,20 @@ class ProgressBar(Callback):
 
 #: Columns of the HParams dashboard: the first parameters, and the curves whose last value is shown.
 _COMPARED = ("learner", "losses", "alpha", "beta", "gamma")
-_METRICS = ["regret/mean", "regret/lower", "regret/upper", "regret/realised_mean"]
+_METRICS = ["Regret/mean", "Regret/mean_lower", "Regret/mean_upper", "Regret/realised_mean"]
 _METRICS += ["policy/distance_to_optimal", "solver/uncertified"]
 
 #: Charts of the Custom Scalars dashboard.
-_BANDS = {"pseudo-regret": "regret/", "realised regret": "regret/realised_"}
+_BANDS = {"pseudo-regret": "Regret/mean", "realised regret": "Regret/realised_mean"}
+_PARTS = dict(zip(Band._fields, ("", "_lower", "_upper"), strict=True))
 _LAYOUT = {
     "regret": {
-        f"{name}: mean and 95 % band": ["Margin", [f"{tag}{x}" for x in Band._fields]]
+        f"{name}: mean and 95 % band": ["Margin", [f"{tag}{x}" for x in _PARTS.values()]]
         for name, tag in _BANDS.items()
     }
     | {
-        "pseudo-regret over log t": ["Multiline", ["regret/over_log_T"]],
-        "pseudo-regret over sqrt t": ["Multiline", ["regret/over_sqrt_T"]],
+        "pseudo-regret over log t": ["Multiline", ["Regret/over_log_T"]],
+        "pseudo-regret over sqrt t": ["Multiline", ["Regret/over_sqrt_T"]],
     },
     "policy": {"distance to optimal": ["Multiline", ["policy/distance_to_optimal"]]},
     "solver": {"residuals": ["Multiline", ["solver/dual_residual", "solver/flow_residual"]]},
@@ -146,12 +147,11 @@ class TensorBoard(Callback):
     def on_checkpoint(self, run: Simulation) -> None:
         if not self.directory.is_dir():  # writing to the open file would fail silently
             raise FileNotFoundError(2, "TensorBoard's directory has gone", str(self.directory))
-        # TensorBoard sorts charts by name: "theta" puts these, which are mostly constant, last.
+        # TensorBoard sorts charts by name, capitals first: "Regret" is the first group, and
+        # "theta", whose charts are mostly constant, comes late.
         theta = {f"theta/{name}": value for name, value in parameters(run.learner, run.t).items()}
-        believed = run.learner.monitor(run.mdp, run.q)
-        belief = {f"belief/{name}": value for name, value in believed.items()}
         curves = self._curves(run, len(run.recorded) - 1)
-        self._scalars(curves | self._policy(run) | belief | theta, run.t)
+        self._scalars(curves | self._policy(run) | theta, run.t)
         if self.images_per_decade and (run.t >= self.next_image or run.t == run.episodes):
             self._heat_map(run)
             self.next_image = run.t * 10 ** (1 / self.images_per_decade)
@@ -168,7 +168,7 @@ class TensorBoard(Callback):
         if len(history.episodes) and not (self.known and run.t == self.begun):
             who = f"{type(run.learner).__name__}, {len(run.seeds)} seeds"
             image = pixels(regret_figure(history, title=f"{who}: mean and 95 % band"))
-            self.writer.add_image("regret/figure", image, run.t, dataformats="HWC")
+            self.writer.add_image("Regret/on_log_axes", image, run.t, dataformats="HWC")
             if history.finished:
                 self._hparams(run, "end")
         self.writer.close()
@@ -179,15 +179,15 @@ class TensorBoard(Callback):
         """The values of the i-th checkpoint, over all seeds."""
         t, now = run.recorded[i], {name: rows[i] for name, rows in run.curves.items()}
         values = {
-            f"regret/{kind}{name}": float(x)
+            f"Regret/{kind}mean{_PARTS[name]}": float(x)
             for kind in ("", "realised_")
             for name, x in band(now[f"{kind}regret"])._asdict().items()
         }
-        values["regret/over_sqrt_T"] = values["regret/mean"] / math.sqrt(t)
+        values["Regret/over_sqrt_T"] = values["Regret/mean"] / math.sqrt(t)
         if t > 1:
-            values["regret/over_log_T"] = values["regret/mean"] / math.log(t)
+            values["Regret/over_log_T"] = values["Regret/mean"] / math.log(t)
         if "corruption" in run.process_state:
-            values["regret/corruption_spent"] = float(now["corruption"].mean())
+            values["Regret/spent_corruption"] = float(now["corruption"].mean())
         if run.learner.diagnostics():
             values["solver/newton_steps"] = float(now["newton_steps"].mean())
             for name in ("dual_residual", "flow_residual"):
@@ -216,7 +216,7 @@ class TensorBoard(Callback):
 
     def _heat_map(self, run: Simulation) -> None:
         best = optimal_policy(run.mdp, run.sums["total_mean"].mean(0)).policy
-        title = f"episode {run.t}, mean of {len(run.seeds)} seeds; rings: best policy so far"
+        title = f"episode {run.t:,}, mean of {len(run.seeds)} seeds; rings: best policy so far"
         image = pixels(occupancy_figure(run.mdp, run.q.mean(0), optimal=best, title=title))
         self.writer.add_image("policy/q", image, run.t, dataformats="HWC")
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 #: The colours of Okabe and Ito, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
-#: Panels per row of a heat map, and the number of cells in one direction up to which numbers are
-#: written into them.
-PANELS, WRITTEN = 8, 8
+#: The layers and states per layer that a heat map shows at most, and the number of cells in one
+#: direction up to which numbers are written into them.
+PANELS, STATES, WRITTEN = 8, 16, 8
 
 
 # -- regret ------------------------------------------------------------------------------------
@@ -133,7 +133,8 @@ def occupancy_figure(
     """A heat map of q `(S, A)`: one panel per layer, one row per state, one column per action.
 
     The colour is proportional to the square root of q, so that rarely visited pairs differ from
-    pairs that are never visited. Masked pairs are white.
+    pairs that are never visited. Masked pairs are white. Of a large MDP it shows eight layers,
+    evenly spaced, and the 16 most visited states of each.
 
     Args:
         optimal: a deterministic policy `(S, A)` whose actions get a ring.
@@ -148,48 +149,48 @@ def occupancy_figure(
             f"q: expected shape {(mdp.num_states, mdp.num_actions)}, got {tuple(q.shape)}; "
             "of several seeds, draw one or their mean, q.mean(0)"
         )
-    shown = torch.where(mdp.actions, q, torch.nan).detach().cpu()
-    layers = [layer.numpy() for layer in mdp.split(shown, -2)]
-    columns, rows = min(mdp.horizon, PANELS), -(-mdp.horizon // PANELS)
-    height = min(max(1.2, 0.5 * max(mdp.layer_sizes)), 6.0)
+    layers = np.linspace(0, mdp.horizon - 1, min(mdp.horizon, PANELS)).round().astype(int).tolist()
+    cells, most = max(*mdp.layer_sizes, mdp.num_actions), min(max(mdp.layer_sizes), STATES)
+    written = cells <= WRITTEN and mdp.horizon <= PANELS
+    height = max(1.2, (0.5 if written else 0.3) * most)
     width = min(max(0.9, 0.5 * mdp.num_actions), 4.0)
-    size = (1.6 + columns * (width + 0.25), 0.75 + rows * (height + 0.35))
+    size = (1.6 + len(layers) * (width + 0.25), 1.1 + height)
     # Margins are set by hand, because matplotlib draws several times to find them.
     figure = _figure(size, layout=None)
     bottom, top = 0.5 / size[1], 1 - 0.55 / size[1]
     sides = {"left": 0.6 / size[0], "right": 1 - 1.05 / size[0]}
-    spaces = {"wspace": 0.25 / width, "hspace": 0.35 / height}
-    figure.subplots_adjust(bottom=bottom, top=top, **sides, **spaces)
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
-    written = max(*mdp.layer_sizes, mdp.num_actions) <= WRITTEN and mdp.horizon <= PANELS
-    for k, (axes, layer) in enumerate(zip(panels, layers, strict=False)):
-        norm = PowerNorm(0.5, vmin=0.0, vmax=1.0)
+    figure.subplots_adjust(bottom=bottom, top=top, wspace=0.25 / width, **sides)
+    panels = figure.subplots(1, len(layers), squeeze=False).ravel()
+    shown = torch.where(mdp.actions, q, torch.nan).detach().cpu()
+    # In a small MDP colours compare with those of other episodes, in a large one with each other.
+    norm = PowerNorm(0.5, vmin=0.0, vmax=1.0 if written else float(shown.nan_to_num().max()))
+    for k, axes in zip(layers, panels, strict=True):
+        where = mdp.layer_slices[k]
+        busiest = shown[where].nansum(-1).sort(descending=True, stable=True).indices[:STATES]
+        states, of = busiest.sort().values, mdp.layer_sizes[k]
+        layer = shown[where][states].numpy()
         image = axes.imshow(layer, "viridis", norm, aspect="auto", interpolation="nearest")
-        axes.set_title(f"layer {k}", fontsize="small")
-        _ticks(axes, layer.shape)
+        part = f": {STATES} of {of:,}" if of > STATES else ""
+        axes.set_title(f"layer {k}{part}", fontsize="small")
+        axes.set_yticks(range(len(states)), states.tolist())
+        axes.set_xticks(range(0, mdp.num_actions, -(-mdp.num_actions // 10)))
+        axes.tick_params(labelsize=7, length=2)
         if written:
             style = {"ha": "center", "va": "center", "fontsize": 9}
             for (s, a), x in np.ndenumerate(layer):
                 if np.isfinite(x):
                     axes.text(a, s, _short(x), color="black" if x > 0.4 else "white", **style)
         if optimal is not None:
-            s, a = (optimal[mdp.layer_slices[k]] > 0).nonzero().cpu().numpy().T
+            s, a = (optimal[where][states.to(optimal.device)] > 0).nonzero().cpu().numpy().T
             ring = {"facecolors": "none", "edgecolors": "#FF9D3B", "linewidths": 1.4}
-            axes.scatter(a, s, s=420 if written else 12, **ring)
-    for axes in panels[mdp.horizon :]:
-        axes.set_visible(False)
+            axes.scatter(a, s, s=420 if written else 60, **ring)
     figure.supxlabel("action", fontsize="small")
-    figure.supylabel("state", fontsize="small")
+    figure.supylabel("state", x=0.1 / size[0], fontsize="small")
     bar = figure.add_axes((1 - 0.9 / size[0], bottom, 0.12 / size[0], top - bottom))
-    figure.colorbar(image, cax=bar, label="q(s, a)", ticks=[0, 0.01, 0.05, 0.2, 0.5, 1])
+    ticks = [x for x in (0.001, 0.01, 0.05, 0.2, 0.5, 1) if 0.01 <= x / norm.vmax <= 1]
+    figure.colorbar(image, cax=bar, label="q(s, a)", ticks=[0, *ticks])
     figure.suptitle(title, fontsize="medium")
     return figure
-
-
-def _ticks(axes: Axes, shape: tuple[int, ...]) -> None:
-    for axis, n in ((axes.yaxis, shape[0]), (axes.xaxis, shape[1])):
-        axis.set_ticks(range(0, n, -(-n // 10)))
-    axes.tick_params(labelsize=7, length=2)
 
 
 def _short(x: float) -> str:

@@ -137,15 +137,6 @@ class Learner:
         """
         return {}
 
-    def monitor(self, mdp: LayeredMDP, q: Tensor) -> dict[str, float]:
-        """Numbers for TensorBoard about what the learner believes, by name; empty by default.
-
-        Args:
-            mdp: the true MDP.
-            q: what was played, `(N, S, A)`.
-        """
-        return {}
-
     def _zeros(self, num_seeds: int) -> Tensor:
         return torch.zeros(
             num_seeds,

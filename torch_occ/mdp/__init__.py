@@ -9,7 +9,6 @@ occupancy  omega, the set of occupancy measures, and operations along its layers
 unroll     unrolling: from an ordinary finite MDP to layers
 """
 
-from torch_occ.mdp.importers import RewardMap as RewardMap
 from torch_occ.mdp.importers import RewardMDP as RewardMDP
 from torch_occ.mdp.occupancy import Plan as Plan
 from torch_occ.mdp.occupancy import flow_adjoint as flow_adjoint

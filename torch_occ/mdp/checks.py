@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from torch_occ.mdp.layered import LayeredMDP
 
 
-def broadcast(*shapes: torch.Size) -> torch.Size:
-    """`torch.broadcast_shapes`, with a fast path if all nonempty shapes are equal.
+def unexpected(name: str, expected: object, found: object) -> ValueError:
+    """The error of an argument that is not what was expected."""
+    return ValueError(f"{name}: expected {expected}, got {found}")
 
-    The original takes tens of microseconds.
-    """
+
+def broadcast(*shapes: torch.Size) -> torch.Size:
+    """`torch.broadcast_shapes`, without its tens of microseconds if nonempty shapes are equal."""
     distinct = {shape for shape in shapes if shape}
     if len(distinct) <= 1:
         return torch.Size(*distinct)
@@ -45,16 +47,11 @@ def check_table(name: str, x: Tensor, mdp: LayeredMDP) -> None:
         TypeError: if x is not a tensor.
         ValueError: if its shape is wrong.
     """
-    expected = (mdp.num_states, mdp.num_actions)
+    shape = f"shape (*batch, {mdp.num_states}, {mdp.num_actions})"
     if not isinstance(x, Tensor):
-        raise TypeError(
-            f"{name}: expected a tensor of shape (*batch, {expected[0]}, {expected[1]}), "
-            f"got {type(x).__name__}"
-        )
-    if tuple(x.shape[-2:]) != expected:
-        raise ValueError(
-            f"{name}: expected shape (*batch, {expected[0]}, {expected[1]}), got {tuple(x.shape)}"
-        )
+        raise TypeError(f"{name}: expected a tensor of {shape}, got {type(x).__name__}")
+    if x.shape[-2:] != mdp.actions.shape:
+        raise unexpected(name, shape, tuple(x.shape))
 
 
 def check_shapes(
@@ -75,57 +72,45 @@ def check_shapes(
         name = f"transitions[{k}]"
         if not isinstance(p, Tensor) or not p.is_floating_point():
             kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
-            raise ValueError(f"{name}: expected a floating-point tensor, got {kind}")
+            raise unexpected(name, "a floating-point tensor", kind)
         if p.dtype != first.dtype or p.device != first.device:
             raise ValueError(
                 f"{name}: is {p.dtype} on {p.device}, transitions[0] is {first.dtype} on "
                 f"{first.device}; convert one of them"
             )
-        if p.layout != torch.strided and (p.dim() != 2 or p.dense_dim() or 0 in p.shape):
-            raise ValueError(
-                f"{name}: expected a sparse tensor of shape (S_{k} * A, S_{k + 1}), got "
-                f"{tuple(p.shape)}"
-            )
         if p.layout != torch.strided:
+            if p.dim() != 2 or p.dense_dim() or 0 in p.shape:
+                shape = f"a sparse tensor of shape (S_{k} * A, S_{k + 1})"
+                raise unexpected(name, shape, tuple(p.shape))
             _check_indices(name, p)
-        if p.layout == torch.strided and p.dim() < 3:
+        elif p.dim() < 3:
             hint = "; make it sparse, or give it three dimensions" if p.dim() == 2 else ""
-            raise ValueError(
-                f"{name}: expected shape (*batch, S_{k}, A, S_{k + 1}), got {tuple(p.shape)}{hint}"
+            raise unexpected(
+                name, f"shape (*batch, S_{k}, A, S_{k + 1})", f"{tuple(p.shape)}{hint}"
             )
     num_actions = _count_actions(tensors, actions, initial)
+    num_next = None
     for k, p in enumerate(tensors):
-        name = f"transitions[{k}]"
-        if p.layout == torch.strided:
-            if p.shape[-2] != num_actions or 0 in p.shape:
-                expected = num_actions if k else "A"
-                raise ValueError(
-                    f"{name}: expected shape (*batch, S_{k}, {expected}, S_{k + 1}), got "
-                    f"{tuple(p.shape)}"
-                )
-        elif p.shape[0] % num_actions:
-            raise ValueError(
-                f"{name}: expected a row for each of the {num_actions} actions of a state, got "
-                f"{p.shape[0]} rows"
-            )
-        num_states = _num_states(p, num_actions)
-        if k and num_states != tensors[k - 1].shape[-1]:
+        name, dense = f"transitions[{k}]", p.layout == torch.strided
+        if dense and (p.shape[-2] != num_actions or 0 in p.shape):
+            shape = f"shape (*batch, S_{k}, {num_actions if k else 'A'}, S_{k + 1})"
+            raise unexpected(name, shape, tuple(p.shape))
+        if not dense and p.shape[0] % num_actions:
+            row = f"a row for each of the {num_actions} actions of a state"
+            raise unexpected(name, row, f"{p.shape[0]} rows")
+        num_states = p.shape[-3] if dense else p.shape[0] // num_actions
+        if k and num_states != num_next:
             raise ValueError(
                 f"{name}: layer {k} has {num_states} states, but transitions[{k - 1}] leads to "
-                f"{tensors[k - 1].shape[-1]}"
+                f"{num_next}"
             )
+        num_next = p.shape[-1]
         _broadcast(name, p.shape[:-3], *(other.shape[:-3] for other in tensors[:k]))
-    last = tensors[-1]
-    if last.shape[-1] != 1:
-        num_states = _num_states(last, num_actions)
-        expected = (
-            f"(*batch, {num_states}, {num_actions}, 1)"
-            if last.layout == torch.strided
-            else f"({num_states * num_actions}, 1)"
-        )
+    if num_next != 1:
+        pairs = f"*batch, {num_states}, {num_actions}" if dense else num_states * num_actions
         raise ValueError(
-            f"transitions[{len(tensors) - 1}]: the last layer must lead to the single terminal "
-            f"state, shape {expected}, got {tuple(last.shape)}"
+            f"{name}: the last layer must lead to the single terminal state, shape ({pairs}, 1), "
+            f"got {tuple(p.shape)}"
         )
     return tensors, num_actions
 
@@ -140,10 +125,8 @@ def _check_indices(name: str, p: Tensor) -> None:
         case torch.sparse_csc:
             rows, columns = p.row_indices(), p.ccol_indices()[-1:] - len(p.values())
         case _:
-            raise ValueError(
-                f"{name}: expected the layout COO, CSR or CSC, got {p.layout}; convert it with "
-                "p.to_sparse_csr()"
-            )
+            advice = f"{p.layout}; convert it with p.to_sparse_csr()"
+            raise unexpected(name, "the layout COO, CSR or CSC", advice)
     for what, index, size in (("row", rows, p.shape[0]), ("column", columns, p.shape[1])):
         wrong = ((index < 0) | (index >= size)).nonzero()
         if len(wrong):
@@ -151,10 +134,6 @@ def _check_indices(name: str, p: Tensor) -> None:
                 f"{name}: the {what} index {int(index[wrong[0]])} is outside a tensor of shape "
                 f"{tuple(p.shape)}"
             )
-
-
-def _num_states(p: Tensor, num_actions: int) -> int:
-    return p.shape[-3] if p.layout == torch.strided else p.shape[0] // num_actions
 
 
 def _count_actions(
@@ -172,34 +151,24 @@ def _count_actions(
         first, num_states = tensors[1].shape[0], tensors[0].shape[1]
     if first % num_states:
         k = min(len(tensors) - 1, 1)
-        raise ValueError(
-            f"transitions[{k}]: expected A rows for each of the {num_states} states of layer {k}, "
-            f"got {first} rows"
-        )
+        rows = f"A rows for each of the {num_states} states of layer {k}"
+        raise unexpected(f"transitions[{k}]", rows, f"{first} rows")
     return first // num_states
 
 
 def check_actions(mdp: LayeredMDP) -> None:
     """Check that every state has an action, and the shapes of masks."""
     expected, mask = (mdp.num_states, mdp.num_actions), mdp.actions
-    if mask.dtype != torch.bool or tuple(mask.shape) != expected:
-        raise ValueError(
-            f"actions: expected a boolean mask of shape {expected}, got {mask.dtype} of shape "
-            f"{tuple(mask.shape)}"
-        )
-    if mask.device != mdp.device:
-        raise ValueError(
-            f"actions: is on {mask.device}, the transitions are on {mdp.device}; move one of them"
-        )
+    if (mask.dtype, mask.shape, mask.device) != (torch.bool, expected, mdp.device):
+        found = f"{mask.dtype} of shape {tuple(mask.shape)} on {mask.device}"
+        raise unexpected("actions", f"a boolean mask of shape {expected} on {mdp.device}", found)
     empty = (~mask.any(-1)).nonzero()
     if len(empty):
         raise ValueError(
             f"actions: {mdp.locate(int(empty[0]))} has no action; give every state at least one"
         )
-    if tuple(mdp.origin.shape) != (mdp.num_states,):
-        raise ValueError(
-            f"origin: expected shape ({mdp.num_states},), got {tuple(mdp.origin.shape)}"
-        )
+    if mdp.origin.shape != (mdp.num_states,):
+        raise unexpected("origin", f"shape ({mdp.num_states},)", tuple(mdp.origin.shape))
 
 
 def check_distributions(mdp: LayeredMDP) -> None:
@@ -207,23 +176,20 @@ def check_distributions(mdp: LayeredMDP) -> None:
     size = mdp.layer_sizes[0]
     initial = mdp.initial
     if initial.dtype != mdp.dtype or initial.device != mdp.device or initial.shape[-1:] != (size,):
-        raise ValueError(
-            f"initial: expected a {mdp.dtype} tensor on {mdp.device} of shape ({size},), got "
-            f"{initial.dtype} on {initial.device} of shape {tuple(initial.shape)}"
+        raise unexpected(
+            "initial",
+            f"a {mdp.dtype} tensor on {mdp.device} of shape ({size},)",
+            f"{initial.dtype} on {initial.device} of shape {tuple(initial.shape)}",
         )
-    _broadcast(
-        "initial",
-        initial.shape[:-1],
-        _broadcast("transitions", torch.Size(), *(layer.batch_shape for layer in mdp.layers)),
-    )
-    check_rows("initial", initial.detach(), None, ())
+    _broadcast("initial", initial.shape[:-1], broadcast(*(p.batch_shape for p in mdp.layers)))
+    check_rows("initial", initial.detach())
     for k, (layer, actions) in enumerate(zip(mdp.layers, mdp.split(mdp.actions, -2), strict=True)):
         layer.check(k, actions)
 
 
-def _broadcast(argument: str, shape: torch.Size, *others: torch.Size) -> torch.Size:
+def _broadcast(argument: str, shape: torch.Size, *others: torch.Size) -> None:
     try:
-        return broadcast(shape, *others)
+        broadcast(shape, *others)
     except RuntimeError:
         raise ValueError(
             f"{argument}: its batch shape {tuple(shape)} does not broadcast with "
@@ -236,25 +202,24 @@ def row_tolerance(dtype: torch.dtype) -> float:
     return 1e-9 if dtype == torch.float64 else 1e-5
 
 
-def check_rows(argument: str, rows: Tensor, used: Tensor | None, words: tuple[str, ...]) -> None:
-    """Check that rows are distributions.
-
-    `words` name the last dimensions of a row's index; the dimensions before them are the batch.
-    """
-    check_entries(
-        argument, rows, lambda entry: _unravel(entry, rows.shape), rows.sum(-1), used, words
-    )
-
-
-def check_entries(
+def check_rows(
     argument: str,
     entries: Tensor,
-    locate: Callable[[int], Sequence[int]],
-    sums: Tensor,
-    used: Tensor | None,
-    words: tuple[str, ...],
+    words: tuple[str, ...] = (),
+    *,
+    sums: Tensor | None = None,
+    used: Tensor | None = None,
+    locate: Callable[[list[int]], Sequence[int]] = list,
 ) -> None:
-    """Check sparse entries, with the index `(*row, column)` of each, and their row sums."""
+    """Check that rows are distributions.
+
+    Args:
+        entries: `(*batch, *row, n)`, or the entries of sparse rows.
+        words: what the numbers of a row's index count; those before them are the batch.
+        sums: the sum of each row, for sparse rows.
+        used: which rows matter; all by default.
+        locate: the index `(*row, column)` of an entry, by its index in a tensor of sparse entries.
+    """
 
     def place(index: Sequence[int]) -> str:
         batch, own = index[: len(index) - len(words)], index[len(index) - len(words) :]
@@ -262,14 +227,14 @@ def check_entries(
         where = ", ".join([*element, *(f"{word} {i}" for word, i in zip(words, own, strict=True))])
         return f"{argument}: {where}: " if where else f"{argument}: "
 
-    improper = (~entries.isfinite() | (entries < 0)).flatten().nonzero()
+    improper = (~entries.isfinite() | (entries < 0)).nonzero()
     if len(improper):
-        *row, column = locate(int(improper[0]))
-        found = float(entries.flatten()[improper[0]])
+        *row, column = locate(improper[0].tolist())
         raise ValueError(
-            f"{place(row)}the probability of {'next ' if words else ''}state {column} is {found}; "
-            "expected a number in [0, 1]"
+            f"{place(row)}the probability of {'next ' if words else ''}state {column} is "
+            f"{float(entries[tuple(improper[0])])}; expected a number in [0, 1]"
         )
+    sums = entries.sum(-1) if sums is None else sums
     wrong = (sums - 1).abs() > row_tolerance(entries.dtype)
     wrong = (wrong if used is None else wrong & used).nonzero()
     if len(wrong):
@@ -277,11 +242,3 @@ def check_entries(
         raise ValueError(
             f"{place(index)}the probabilities sum to {float(sums[tuple(index)]):.12g}; expected 1"
         )
-
-
-def _unravel(entry: int, shape: torch.Size) -> list[int]:
-    index: list[int] = []
-    for size in reversed(shape):
-        entry, remainder = divmod(entry, size)
-        index.insert(0, remainder)
-    return index

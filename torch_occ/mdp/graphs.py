@@ -1,13 +1,8 @@
 """A directed graph as a layered MDP: its paths are the deterministic policies.
 
-Without a horizon the graph is acyclic. The layer of a node is the length of the longest path that
-leads to it from the source. An edge is an action of its tail. An edge that skips layers leads to
-states of waiting, one per skipped layer, each with one action; edges to the same node share them.
-So paths of the graph and deterministic paths of the MDP correspond one to one, and q(tail, edge) is
-the flow through the edge.
-
-With a horizon, layer k has the nodes that a walk can visit after k edges. A walk that has arrived
-waits at the target.
+An edge is an action of its tail, and q(tail, edge) is the flow through the edge. In an acyclic
+graph, an edge that skips layers leads to states of waiting, one per skipped layer, each with one
+action; edges to the same node share them.
 """
 
 from __future__ import annotations
@@ -20,13 +15,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torch_occ.mdp.checks import as_tensor
+from torch_occ.mdp.checks import as_tensor, check_table, unexpected
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
-from torch_occ.mdp.unroll import ABSORBING
+from torch_occ.mdp.unroll import ABSORBING, layer_tensor
 
 Node = Hashable
 Edge = tuple[Node, Node]
+Step = tuple[int, Node, Node]  # an edge with its number
 Place = tuple[Node, bool]  # a state: at the node, or waiting for it
 #: A layer: of each state what it can do, an edge (None to wait) and the state of the next layer.
 Moves = dict[Place, list[tuple[int | None, Place]]]
@@ -54,11 +50,9 @@ class GraphMDP(LayeredMDP):
     edges: tuple[Edge, ...]
     nodes: tuple[Node, ...]
     _owner: Tensor
-    _pairs: Tensor  # (n, E), the pairs of each edge; S * A where it has less than n
-    _all_used: bool  # whether every edge has n pairs
     _penalty: Tensor | None
 
-    kept: ClassVar = ("edges", "nodes", "_owner", "_pairs", "_all_used", "_penalty")
+    kept: ClassVar = ("edges", "nodes", "_owner", "_penalty")
 
     def __init__(
         self,
@@ -70,14 +64,7 @@ class GraphMDP(LayeredMDP):
         **layout: Any,
     ) -> None:
         super().__init__(**layout)
-        index, edge = (owner < len(edges)).nonzero().squeeze(-1), owner[owner < len(edges)]
-        count = torch.bincount(edge, minlength=len(edges))
-        order = edge.argsort(stable=True)
-        number = torch.arange(len(edge)) - (count.cumsum(0) - count)[edge[order]]
-        pairs = torch.full((int(count.max()), len(edges)), len(owner))
-        pairs[number, edge[order]] = index[order]
-        values = (edges, nodes, owner, pairs, bool((count == len(pairs)).all()), penalty)
-        self.__dict__.update(zip(self.kept, values, strict=True))
+        self.__dict__.update(edges=edges, nodes=nodes, _owner=owner, _penalty=penalty)
 
     def losses(self, costs: Tensor) -> Tensor:
         """The losses of pairs from costs of edges: `(*batch, E)` -> `(*batch, S, A)`.
@@ -95,10 +82,8 @@ class GraphMDP(LayeredMDP):
         """Give each pair the number of its edge, and zero if it has none."""
         x = as_tensor(x)
         if x.shape[-1:] != (len(self.edges),):
-            raise ValueError(
-                f"{name}: expected shape (*batch, {len(self.edges)}), one number per edge, "
-                f"got {tuple(x.shape)}"
-            )
+            expected = f"shape (*batch, {len(self.edges)}), one number per edge"
+            raise unexpected(name, expected, tuple(x.shape))
         padded = torch.nn.functional.pad(x.to(self.dtype), (0, 1))
         return padded.index_select(-1, self._owner).unflatten(-1, self.actions.shape)
 
@@ -111,16 +96,11 @@ class GraphMDP(LayeredMDP):
         Raises:
             ValueError: if q has another shape.
         """
-        if q.shape[-2:] != self.actions.shape:
-            raise ValueError(
-                f"q: expected shape (*batch, {self.num_states}, {self.num_actions}), "
-                f"got {tuple(q.shape)}"
-            )
+        check_table("q", q, self)
         flat = q.flatten(-2)
-        if not self._all_used:
-            flat = torch.nn.functional.pad(flat, (0, 1))
-        found = flat.index_select(-1, self._pairs.flatten())
-        return found if len(self._pairs) == 1 else found.unflatten(-1, self._pairs.shape).sum(-2)
+        found = flat.new_zeros(*flat.shape[:-1], len(self.edges) + 1)
+        found = found.scatter_add(-1, self._owner.expand_as(flat), flat)
+        return found.narrow(-1, 0, len(self.edges))
 
     def occupancy_of(self, flows: Tensor) -> Tensor:
         """The occupancy measure of flows `(*batch, E)` -> `(*batch, S, A)`: the inverse of `flows`.
@@ -136,7 +116,19 @@ class GraphMDP(LayeredMDP):
         # Unvisited states and states of waiting have no flow on edges; the uniform policy continues
         # from there.
         q = occupancy(self, policy_of(self, self._of_pairs("flows", flows)))
-        self._check_flows(as_tensor(flows).to(self.dtype), self.flows(q))
+        given = as_tensor(flows).to(self.dtype)
+        # Flows of a network have errors of single precision.
+        wrong = ~((given >= -1e-6) & ((given - self.flows(q)).abs() <= 1e-6))
+        if bool(wrong.any()):
+            place = tuple(wrong.nonzero()[0].tolist())
+            batch = f", element {list(place[:-1])}" if len(place) > 1 else ""
+            repeats = bool((self._owner.bincount()[: len(self.edges)] > 1).any())
+            walks = f", along paths of at most {self.horizon} edges" if repeats else ""
+            raise ValueError(
+                f"flows: edge {place[-1]}, {self.edges[place[-1]]}{batch}: found "
+                f"{float(given[place]):g}; expected a unit of flow from the source to the target, "
+                f"nonnegative, and as much into every other node as out of it{walks}"
+            )
         return q
 
     @torch.no_grad()
@@ -152,19 +144,6 @@ class GraphMDP(LayeredMDP):
         plan = optimal_policy(self, self.losses(costs))
         return self.flows(occupancy(self, plan.policy))
 
-    def _check_flows(self, given: Tensor, found: Tensor) -> None:
-        # Flows of a network have errors of single precision.
-        wrong = ~((given >= -1e-6) & ((given - found).abs() <= 1e-6))
-        if bool(wrong.any()):
-            place = tuple(wrong.nonzero()[0].tolist())
-            batch = f", element {list(place[:-1])}" if len(place) > 1 else ""
-            walks = f", along paths of at most {self.horizon} edges" if len(self._pairs) > 1 else ""
-            raise ValueError(
-                f"flows: edge {place[-1]}, {self.edges[place[-1]]}{batch}: found "
-                f"{float(given[place]):g}; expected a unit of flow from the source to the target, "
-                f"nonnegative, and as much into every other node as out of it{walks}"
-            )
-
 
 def from_graph(
     graph: Any,
@@ -177,60 +156,75 @@ def from_graph(
     """See `LayeredMDP.from_graph`."""
     edges = edges_of(graph)
     nodes = tuple(dict.fromkeys(node for edge in edges for node in edge))
-    used = edges_on_paths(edges, source, target)
+    used = _on_paths(edges, nodes, source, target)
     if horizon is None and penalty is not None:
         raise ValueError("penalty: is for walks within a horizon; pass horizon, too")
     if not math.isfinite(penalty or 0.0):
-        raise ValueError(f"penalty: expected a finite number, got {penalty}")
+        raise unexpected("penalty", "a finite number", penalty)
     if horizon is None:
-        layers = _by_depth(edges, nodes, used, source, target)
+        layers = _by_depth(used, nodes, source, target)
     else:
-        layers = _by_time(edges, used, source, target, horizon, penalty is None)
+        layers = _by_time(used, source, target, horizon, penalty is None)
     num_actions = max(len(moves) for layer in layers for moves in layer.values())
-    sizes = [*(len(layer) for layer in layers), 1]
     number = {node: i for i, node in enumerate(nodes)}
-    owner = [len(edges)] * (sum(sizes[:-1]) * num_actions)  # the edge of each pair
     transitions: list[Tensor] = []
-    origin: list[int] = []
-    counts: list[int] = []
+    origin: list[int] = []  # (S,)
+    counts: list[int] = []  # (S,), of actions
+    owner: list[int] = []  # (S * A,)
+    late: list[bool] = []  # (S * A,), the pairs after which a walk has not arrived
     for k, layer in enumerate(layers):
         following = {place: i for i, place in enumerate((*layers, {})[k + 1])}
-        rows, columns = [], []
+        outcomes = []
         for s, ((node, waits), moves) in enumerate(layer.items()):
-            for a, (edge, there) in enumerate(moves):
-                rows.append(s * num_actions + a)
-                columns.append(following.get(there, 0))  # 0: the terminal state
-                if edge is not None:
-                    owner[len(origin) * num_actions + a] = edge
+            outcomes += [(s, a, following.get(there, 0)) for a, (_, there) in enumerate(moves)]
             origin.append(ABSORBING if waits else number[node])
             counts.append(len(moves))
-        transitions.append(_edge_table(rows, columns, sizes[k : k + 2], num_actions, dtype))
-    late = torch.zeros(len(origin), num_actions, dtype=dtype)
-    for s, moves in enumerate(layers[-1].values(), len(origin) - sizes[-2]):
-        for a, (_, (node, _)) in enumerate(moves):
-            late[s, a] = 0.0 if penalty is None or node == target else penalty
+            absent = num_actions - len(moves)
+            owner += [len(edges) if edge is None else edge for edge, _ in moves]
+            owner += [len(edges)] * absent
+            late += [k + 1 == len(layers) and there[0] != target for _, there in moves]
+            late += [False] * absent
+        state, action, after = torch.tensor(outcomes).T
+        shape = (len(layer), num_actions, len(following) or 1)
+        ones, sparse = torch.ones(len(outcomes), dtype=dtype), math.prod(shape) > DENSE_TABLE
+        transitions.append(layer_tensor((state, action, after), ones, shape, sparse))
     return GraphMDP(
         edges=edges,
         nodes=nodes,
         owner=torch.tensor(owner),
-        penalty=None if penalty is None else late,
+        penalty=None
+        if penalty is None
+        else penalty * torch.tensor(late).to(dtype).unflatten(0, (-1, num_actions)),
         transitions=transitions,
         actions=torch.arange(num_actions) < torch.tensor(counts).unsqueeze(-1),
         origin=torch.tensor(origin),
     )
 
 
-def _by_depth(
-    edges: Sequence[Edge], nodes: Sequence[Node], used: Sequence[int], source: Node, target: Node
-) -> list[Moves]:
-    """The layers of an acyclic graph: each node in one layer, and states of waiting."""
-    depth = depths([edges[i] for i in used], source)
+def _by_depth(used: list[Step], nodes: Iterable[Node], source: Node, target: Node) -> list[Moves]:
+    """The layers of an acyclic graph: each node in one layer, and states of waiting.
+
+    Raises:
+        ValueError: if there is a cycle; the message shows it.
+    """
+    before: dict[Node, list[Node]] = {source: []}
+    for _, tail, head in used:
+        before.setdefault(head, []).append(tail)
+    depth: dict[Node, int] = {}  # the length of the longest path to each node
+    try:
+        for node in TopologicalSorter(before).static_order():
+            depth[node] = max((depth[tail] + 1 for tail in before[node]), default=0)
+    except CycleError as error:
+        cycle = error.args[1]  # each node comes before the next one
+        raise ValueError(
+            f"graph: it has the cycle {' -> '.join(map(repr, cycle))}; a layered MDP needs a graph "
+            "without cycles"
+        ) from None
     layers: list[Moves] = [{} for _ in range(depth[target])]
     for node in nodes:
         if node in depth and node != target:
             layers[depth[node]][node, False] = []
-    for i in used:
-        tail, head = edges[i]
+    for i, tail, head in used:
         layers[depth[tail]][tail, False].append((i, (head, depth[head] > depth[tail] + 1)))
         for k in range(depth[tail] + 1, depth[head]):
             layers[k][head, True] = [(None, (head, depth[head] > k + 1))]
@@ -238,53 +232,35 @@ def _by_depth(
 
 
 def _by_time(
-    edges: Sequence[Edge],
-    used: Sequence[int],
-    source: Node,
-    target: Node,
-    horizon: int,
-    arrive: bool,
+    used: list[Step], source: Node, target: Node, horizon: int, arrive: bool
 ) -> list[Moves]:
     """The layers of walks of `horizon` edges; with `arrive`, only of those that reach the target.
 
     Raises:
         ValueError: if the target is farther away than the horizon.
     """
-    away = _reached(((edges[i][1], edges[i][0]) for i in used), target)
+    away = _reached(((head, tail) for _, tail, head in used), target)
     if away[source] > horizon:
         raise ValueError(
             f"horizon: the shortest path from {source!r} to {target!r} has {away[source]} edges; "
             f"expected at least as many steps, got {horizon}"
         )
-    leaving: dict[Node, list[int]] = {}
-    for i in used:
-        leaving.setdefault(edges[i][0], []).append(i)
+    leaving: dict[Node, list[tuple[int, Node]]] = {}
+    for i, tail, head in used:
+        leaving.setdefault(tail, []).append((i, head))
     layers: list[Moves] = []
     here: dict[Place, None] = {(source, False): None}
     for left in range(horizon - 1, -1, -1):
         layer: Moves = {}
         for node, waits in here:
-            steps = [] if waits else [(i, edges[i][1]) for i in leaving[node]]
             layer[node, waits] = [
-                (i, (head, head == target)) for i, head in steps if away[head] <= left or not arrive
+                (i, (head, head == target))
+                for i, head in ([] if waits else leaving[node])
+                if away[head] <= left or not arrive
             ] or [(None, (node, waits))]
         layers.append(layer)
         here = dict.fromkeys(there for moves in layer.values() for _, there in moves)
     return layers
-
-
-def _edge_table(
-    rows: list[int], columns: list[int], sizes: Sequence[int], num_actions: int, dtype: torch.dtype
-) -> Tensor:
-    """Deterministic transitions of a layer: `(S_k, A, S_{k+1})`, or sparse `(S_k * A, S_{k+1})`."""
-    shape = (sizes[0] * num_actions, sizes[1])
-    sparse = torch.sparse_coo_tensor(
-        torch.tensor([rows, columns]), torch.ones(len(rows), dtype=dtype), shape,
-        check_invariants=False,
-    )  # fmt: skip
-    if shape[0] * shape[1] > DENSE_TABLE:
-        return sparse
-    return sparse.to_dense().unflatten(0, (sizes[0], num_actions))
 
 
 def edges_of(graph: Any) -> tuple[Edge, ...]:
@@ -310,27 +286,30 @@ def edges_of(graph: Any) -> tuple[Edge, ...]:
     return tuple(found)
 
 
-def edges_on_paths(edges: Sequence[Edge], source: Node, target: Node) -> list[int]:
-    """The indices of the edges that lie on walks from the source to the first visit of the target.
+def _on_paths(
+    edges: Sequence[Edge], nodes: Sequence[Node], source: Node, target: Node
+) -> list[Step]:
+    """The edges that lie on walks from the source to the first visit of the target.
 
     Raises:
         ValueError: if a node is unknown, both are the same, or no path connects them.
     """
-    known = {node for edge in edges for node in edge}
     for name, node in (("source", source), ("target", target)):
-        if node not in known:
+        if node not in nodes:
             raise ValueError(f"{name}: no edge has the node {node!r}")
     if source == target:
         raise ValueError(f"target: {target!r} is the source, so there is no step to decide")
     after = _reached((edge for edge in edges if edge[0] != target), source)
     if target not in after:
+        others = [repr(node) for node in after if node != source]
+        some = f" ({', '.join(others[:5])}{', ...' if others[5:] else ''})" if others else ""
         raise ValueError(
             f"target: no path leads from {source!r} to {target!r}; the edges lead to "
-            f"{len(after) - 1} other nodes{_some(after, source)}"
+            f"{len(others)} other nodes{some}"
         )
     before = _reached(((head, tail) for tail, head in edges), target)
     return [
-        i
+        (i, tail, head)
         for i, (tail, head) in enumerate(edges)
         if tail in after and head in before and tail != target
     ]
@@ -348,31 +327,4 @@ def _reached(edges: Iterable[Edge], start: Node) -> dict[Node, int]:
             if head not in found:
                 found[head] = found[node] + 1
                 waiting.append(head)
-    return found
-
-
-def _some(nodes: Iterable[Node], but: Node) -> str:
-    names = [repr(node) for node in nodes if node != but]
-    return f" ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})" if names else ""
-
-
-def depths(edges: Sequence[Edge], source: Node) -> dict[Node, int]:
-    """The length of the longest path from the source to each node.
-
-    Raises:
-        ValueError: if there is a cycle; the message shows it.
-    """
-    before: dict[Node, list[Node]] = {source: []}
-    for tail, head in edges:
-        before.setdefault(head, []).append(tail)
-    found: dict[Node, int] = {}
-    try:
-        for node in TopologicalSorter(before).static_order():
-            found[node] = max((found[tail] + 1 for tail in before[node]), default=0)
-    except CycleError as error:
-        cycle = error.args[1]  # each node comes before the next one
-        raise ValueError(
-            f"graph: it has the cycle {' -> '.join(map(repr, cycle))}; a layered MDP needs a graph "
-            "without cycles"
-        ) from None
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -11,127 +11,76 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import extra
-from torch_occ.mdp.checks import Table
+from torch_occ.mdp.checks import Table, unexpected
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.unroll import ABSORBING, Outcomes, finish, unroll
 
 if TYPE_CHECKING:
     import gymnasium
 
-
-@dataclass(frozen=True)
-class RewardMap:
-    """loss = (high - reward) / (high - low) and back: rewards in [low, high] are losses in [0, 1].
-
-    Over an episode of L steps, return = L high - (high - low) * total loss. So a regret in rewards
-    is (high - low) times the regret in losses.
-
-    Raises:
-        ValueError: unless low < high are finite.
-    """
-
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        if not (-float("inf") < self.low < self.high < float("inf")):
-            raise ValueError(
-                f"rewards: expected finite numbers low < high, got {self.low} and {self.high}"
-            )
-
-    @classmethod
-    def covering(cls, rewards: Tensor) -> RewardMap:
-        """The map from the smallest to the largest reward, including zero.
-
-        Zero is the reward of the absorbing end.
-
-        Raises:
-            ValueError: if a reward is not finite.
-        """
-        if not bool(rewards.isfinite().all()):
-            raise ValueError(
-                f"rewards: expected finite numbers, found {float(rewards[~rewards.isfinite()][0])}"
-            )
-        low, high = (
-            (min(0.0, float(rewards.min())), max(0.0, float(rewards.max())))
-            if rewards.numel()
-            else (0.0, 0.0)
-        )
-        # If all rewards are zero, any interval will do.
-        return cls(low, high if high > low else low + 1.0)
-
-    @property
-    def span(self) -> float:
-        """high - low: the rewards that a loss of one stands for."""
-        return self.high - self.low
-
-    def loss(self, reward: Tensor) -> Tensor:
-        """The loss of a reward."""
-        return (self.high - reward) / self.span
-
-    def reward(self, loss: Tensor) -> Tensor:
-        """The reward of a loss."""
-        return self.high - self.span * loss
-
-    def total(self, total_loss: Tensor, horizon: int) -> Tensor:
-        """The return of an episode of `horizon` steps, from its total loss."""
-        return horizon * self.high - self.span * total_loss
-
-    def regret(self, regret: Tensor) -> Tensor:
-        """Convert a regret in losses to rewards."""
-        return self.span * regret
+#: An entry of a table of Gymnasium.
+OUTCOME = "(probability, next state, reward, terminated)"
 
 
 class RewardMDP(LayeredMDP):
-    """A `LayeredMDP` with rewards and the map that turns them into losses.
+    """A `LayeredMDP` with rewards, which are also losses.
 
-    `reward` holds expected rewards `(S, A)`, zero where the episode is over. `to` keeps them;
-    `prune` and `with_transitions` return a plain `LayeredMDP`. Importers make it; see
+        loss = (high - reward) / (high - low)
+
+    The interval from low to high has all rewards and zero, the reward of the absorbing end. Over an
+    episode of L steps, return = L high - (high - low) * total loss. `to` keeps the rewards; `prune`
+    and `with_transitions` return a plain `LayeredMDP`. Importers make it; see
     `LayeredMDP.from_gymnasium`.
 
     Args:
         reward: expected rewards `(original S, A)` of the original MDP.
-        reward_map: the map from rewards to losses.
+        reward_range: low and high.
         layout: arguments of `LayeredMDP`.
     """
 
-    reward: Tensor
-    reward_map: RewardMap
+    reward: Tensor  # (S, A), expected rewards, zero where the episode is over
+    reward_range: tuple[float, float]
 
-    kept: ClassVar = ("reward", "reward_map")
+    kept: ClassVar = ("reward", "reward_range")
 
-    def __init__(self, *, reward: Tensor, reward_map: RewardMap, **layout: Any) -> None:
+    def __init__(self, *, reward: Tensor, reward_range: tuple[float, float], **layout: Any) -> None:
         super().__init__(**layout)
         reward = torch.where(self.actions, self.lift(reward), 0.0)
-        self.__dict__.update(reward=reward, reward_map=reward_map)
+        self.__dict__.update(reward=reward, reward_range=reward_range)
 
     @property
     def loss(self) -> Tensor:
         """The mean losses `(S, A)`, in [0, 1]; at the absorbing end, that of a zero reward."""
+        low, high = self.reward_range
         # Rounding may move an expectation of extreme rewards out of the interval by one ulp.
-        return self.reward_map.loss(self.reward).clamp(0.0, 1.0)
+        return ((high - self.reward) / (high - low)).clamp(0.0, 1.0)
 
     def expected_return(self, q: Tensor) -> Tensor:
         """The expected return ⟨q, reward⟩: `(*batch, S, A)` -> `(*batch,)`."""
         return (q * self.reward).sum((-2, -1))
 
     def regret_in_rewards(self, regret: Tensor) -> Tensor:
-        """Convert the regret of a `History` to rewards."""
-        return self.reward_map.regret(regret)
+        """Convert the regret of a `History` to rewards: high - low times the regret."""
+        low, high = self.reward_range
+        return (high - low) * regret
 
 
-# -- Importers of MDPs: arrays of other packages, and tables of Gymnasium --------------------------
-#
-# Each importer makes a list of outcomes with rewards. `build` unrolls them into layers and turns
-# the rewards into losses.
+# Each importer makes a list of outcomes with rewards. `build` unrolls them into layers.
 
 
 def build(outcomes: Outcomes, rewards: Tensor, horizon: int, initial: Table | int) -> RewardMDP:
     """The layered MDP of a list of outcomes, with a reward `(n,)` for each."""
-    scale = RewardMap.covering(rewards)
+    if not bool(rewards.isfinite().all()):
+        raise ValueError(
+            f"rewards: expected finite numbers, found {float(rewards[~rewards.isfinite()][0])}"
+        )
+    low, high = map(float, torch.nn.functional.pad(rewards, (0, 1)).aminmax())
     reward = outcomes.sums(outcomes.probability * rewards)
+    # If all rewards are zero, any interval will do.
     return RewardMDP(
-        reward=reward, reward_map=scale, **unroll(_wait_once(outcomes, reward), horizon, initial)
+        reward=reward,
+        reward_range=(low, high if high > low else low + 1.0),
+        **unroll(_wait_once(outcomes, reward), horizon, initial),
     )
 
 
@@ -140,10 +89,10 @@ def _wait_once(outcomes: Outcomes, reward: Tensor) -> Outcomes:
     moves = (outcomes.next != outcomes.state) & (outcomes.probability > 0)
     leaves = outcomes.sums(moves.to(reward.dtype)) > 0
     first = outcomes.actions.to(torch.int8).argmax(-1, keepdim=True)
-    same = (reward == reward.gather(-1, first)) | ~outcomes.actions
-    waits = ((same & ~leaves) | ~outcomes.actions).all(-1)
+    same = reward == reward.gather(-1, first)
+    waits = ((same & ~leaves) | ~outcomes.actions).all(-1, keepdim=True)
     only_first = torch.arange(outcomes.actions.shape[1]) == first
-    actions = outcomes.actions & (only_first | ~waits.unsqueeze(-1))
+    actions = outcomes.actions & (only_first | ~waits)
     return replace(outcomes, actions=actions).select(actions[outcomes.state, outcomes.action])
 
 
@@ -160,20 +109,19 @@ def from_arrays(
 ) -> RewardMDP:
     """See `LayeredMDP.from_arrays`."""
     pieces, action_axis = _per_action(transition, action_axis)
-    num_actions, num_states = len(pieces), pieces[0].shape[0]
+    num_states = pieces[0].shape[0]
     entries = []
     for a, piece in enumerate(pieces):
-        if tuple(piece.shape) != (num_states, num_states):
-            raise ValueError(
-                f"transition: action {a}: expected shape ({num_states}, {num_states}), got "
-                f"{tuple(piece.shape)}"
+        if piece.shape != (num_states, num_states):
+            raise unexpected(
+                f"transition: action {a}", f"shape ({num_states}, {num_states})", piece.shape
             )
         state, after = piece.nonzero()
         values = np.asarray(piece[state, after], dtype=np.float64).ravel()
         entries.append((state, np.full(len(state), a), after, values))
     columns = [torch.from_numpy(np.concatenate(part)) for part in zip(*entries, strict=True)]
     state, action, after = (column.long() for column in columns[:3])
-    everything = torch.ones(num_states, num_actions, dtype=torch.bool)
+    everything = torch.ones(num_states, len(pieces), dtype=torch.bool)
     outcomes = Outcomes(state, action, after, columns[3], everything)
     # Look up rewards before terminal states are merged into the absorbing end.
     rewards = _reward_of(reward, outcomes, action_axis)
@@ -185,36 +133,38 @@ def _per_action(transition: Any, action_axis: int | None) -> tuple[list[Any], in
     """One `(S, S)` matrix per action, dense or sparse, and the axis that counts the actions."""
     if isinstance(transition, Tensor):
         transition = transition.detach().cpu().numpy()
-    if isinstance(transition, np.ndarray) and transition.dtype != object:
-        shape = transition.shape
-        if transition.ndim != 3 or 0 in shape:
-            raise ValueError(f"transition: expected shape (A, S, S) or (S, A, S), got {shape}")
-        fits = [axis for axis in (0, 1) if shape[2] == shape[1 - axis]]
-        if action_axis is None and len(fits) != 1:
-            reason = (
-                "both axes may count the actions"
-                if fits
-                else "neither reading has as many next states as states"
-            )
+    if not isinstance(transition, np.ndarray) or transition.dtype == object:
+        pieces = _matrices(transition)
+        if not pieces or any(piece.ndim != 2 for piece in pieces):
             raise ValueError(
-                f"transition: shape {shape} is neither clearly (A, S, S) nor (S, A, S): {reason}; "
-                "pass action_axis=0 or 1"
+                "transition: expected an array of three axes, or one (S, S) matrix for every action"
             )
-        axis = fits[0] if action_axis is None else action_axis
-        if axis not in fits:
-            raise ValueError(
-                f"action_axis: with axis {action_axis} counting the actions, shape {shape} is not "
-                "that of transitions"
-            )
-        return list(np.moveaxis(transition, axis, 0)), axis
-    pieces = [
-        piece.tocsr() if hasattr(piece, "tocsr") else np.asarray(piece) for piece in transition
-    ]
-    if not pieces or any(piece.ndim != 2 for piece in pieces):
-        raise ValueError(
-            "transition: expected an array of three axes, or one (S, S) matrix for every action"
+        return pieces, 0
+    shape = transition.shape
+    if transition.ndim != 3 or 0 in shape:
+        raise unexpected("transition", "shape (A, S, S) or (S, A, S)", shape)
+    fits = [axis for axis in (0, 1) if shape[2] == shape[1 - axis]]
+    if action_axis is None and len(fits) != 1:
+        reason = (
+            "both axes may count the actions"
+            if fits
+            else "neither reading has as many next states as states"
         )
-    return pieces, 0
+        raise ValueError(
+            f"transition: shape {shape} is neither clearly (A, S, S) nor (S, A, S): {reason}; "
+            "pass action_axis=0 or 1"
+        )
+    axis = fits[0] if action_axis is None else action_axis
+    if axis not in fits:
+        raise ValueError(
+            f"action_axis: with axis {action_axis} counting the actions, shape {shape} is not "
+            "that of transitions"
+        )
+    return list(np.moveaxis(transition, axis, 0)), axis
+
+
+def _matrices(pieces: Any) -> list[Any]:
+    return [piece.tocsr() if hasattr(piece, "tocsr") else np.asarray(piece) for piece in pieces]
 
 
 def _reward_of(reward: Any, outcomes: Outcomes, action_axis: int) -> Tensor:
@@ -223,33 +173,28 @@ def _reward_of(reward: Any, outcomes: Outcomes, action_axis: int) -> Tensor:
         reward = reward.detach().cpu().numpy()
     num_states, num_actions = shape = tuple(outcomes.actions.shape)
     state, action, after = outcomes.state, outcomes.action, outcomes.next
-    if not isinstance(reward, np.ndarray) and any(hasattr(piece, "tocsr") for piece in reward):
-        reward = np.fromiter(reward, dtype=object)
-    if isinstance(reward, np.ndarray) and reward.dtype == object:
-        if len(reward) != num_actions or any(
-            tuple(piece.shape) != (num_states, num_states) for piece in reward
-        ):
+    objects = isinstance(reward, np.ndarray) and reward.dtype == object
+    if objects or any(hasattr(piece, "tocsr") for piece in reward):
+        matrices = _matrices(reward)
+        if [each.shape for each in matrices] != [(num_states, num_states)] * num_actions:
             raise ValueError(
                 f"reward: expected {num_actions} matrices of shape ({num_states}, {num_states}), "
                 "one for every action"
             )
-        found = np.empty(len(state))
-        for a, piece in enumerate(reward):
+        rows, columns, found = state.numpy(), after.numpy(), np.empty(len(state))
+        for a, matrix in enumerate(matrices):
             mine = (action == a).numpy()
-            matrix = piece.tocsr() if hasattr(piece, "tocsr") else np.asarray(piece)
-            found[mine] = np.asarray(matrix[state.numpy()[mine], after.numpy()[mine]]).ravel()
+            found[mine] = np.asarray(matrix[rows[mine], columns[mine]]).ravel()
         return torch.from_numpy(found)
     table = torch.as_tensor(np.asarray(reward, dtype=np.float64))
-    if tuple(table.shape) == (num_states,):
-        return table[state]
-    if tuple(table.shape) == (num_states, num_actions):
-        return table[state, action]
     cube = (*(shape[::-1] if action_axis == 0 else shape), num_states)
-    if tuple(table.shape) == cube:
+    if table.shape == (num_states,):
+        return table[state]
+    if table.shape == shape:
+        return table[state, action]
+    if table.shape == cube:
         return table[action, state, after] if action_axis == 0 else table[state, action, after]
-    raise ValueError(
-        f"reward: expected shape ({num_states},), {shape} or {cube}, got {tuple(table.shape)}"
-    )
+    raise unexpected("reward", f"shape ({num_states},), {shape} or {cube}", tuple(table.shape))
 
 
 # -- Gymnasium ---------------------------------------------------------------------------------
@@ -259,10 +204,11 @@ def from_gymnasium(
     env: gymnasium.Env[Any, Any] | str,
     horizon: int,
     initial: Table | int | None,
-    options: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
 ) -> RewardMDP:
     """See `LayeredMDP.from_gymnasium`."""
-    env, name = _make(env, options)
+    env = _make(env, options)
+    name = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
     if getattr(env.unwrapped, "fickle_passenger", False):
         raise ValueError(
             f"env: {name} with fickle_passenger=True does not do what its table says: the "
@@ -281,35 +227,31 @@ def from_gymnasium(
     return build(outcomes, rewards, horizon, initial)
 
 
-def _make(env: Any, options: Mapping[str, Any] | None) -> tuple[gymnasium.Env[Any, Any], str]:
+def _make(env: Any, options: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
     with extra("gymnasium", "from_gymnasium needs Gymnasium"):
         import gymnasium
-    if isinstance(env, str):
-        try:
-            env = gymnasium.make(env, **(options or {}))
-        except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
-            advice = (
-                "gymnasium.pprint_registry() lists the ids; import the package that registers it "
-                "first if it is not Gymnasium's own"
-            )
-            raise ValueError(f"env: there is no {env!r}: {error} ({advice})") from error
-        except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
-            raise ImportError(
-                f"env: {env!r} needs a package that is not installed: {error}"
-            ) from error
-        except TypeError as error:
+    if not isinstance(env, str):
+        if options:
             raise ValueError(
-                f"options: {env!r} does not take {dict(options or {})}: {error}"
-            ) from error
-    elif options is not None:
-        raise ValueError(
-            "options: are for making an environment from its id; this one is made already"
+                "options: are for making an environment from its id; this one is made already"
+            )
+        if not isinstance(env, gymnasium.Env):
+            raise TypeError(
+                f"env: expected a Gymnasium environment or its id, got {type(env).__name__}"
+            )
+        return env
+    try:
+        return gymnasium.make(env, **options)
+    except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
+        advice = (
+            "gymnasium.pprint_registry() lists the ids; import the package that registers it "
+            "first if it is not Gymnasium's own"
         )
-    elif not isinstance(env, gymnasium.Env):
-        raise TypeError(
-            f"env: expected a Gymnasium environment or its id, got {type(env).__name__}"
-        )
-    return env, env.spec.id if env.spec is not None else type(env.unwrapped).__name__
+        raise ValueError(f"env: there is no {env!r}: {error} ({advice})") from error
+    except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
+        raise ImportError(f"env: {env!r} needs a package that is not installed: {error}") from error
+    except TypeError as error:
+        raise ValueError(f"options: {env!r} does not take {dict(options)}: {error}") from error
 
 
 def _read_table(env: Any, name: str) -> tuple[Outcomes, Tensor]:
@@ -335,10 +277,8 @@ def _read_table(env: Any, name: str) -> tuple[Outcomes, Tensor]:
     for s in range(num_states):
         for a, row in _rows(table, s, num_actions, name):
             actions[s, a] = True
-            lines += [
-                (s, a, *_outcome(outcome, num_states, f"env: {name}: P[{s}][{a}]"))
-                for outcome in row
-            ]
+            place = f"env: {name}: P[{s}][{a}]"
+            lines += [(s, a, *_outcome(outcome, num_states, place)) for outcome in row]
     columns = list(zip(*lines, strict=True)) or [()] * 5
     state, action, after = (torch.tensor(column, dtype=torch.long) for column in columns[:3])
     probability, rewards = (torch.tensor(column, dtype=torch.float64) for column in columns[3:])
@@ -350,8 +290,7 @@ def _read_table(env: Any, name: str) -> tuple[Outcomes, Tensor]:
             "expected 1"
         )
     stranded = (after != ABSORBING) & (probability > 0) & ~actions.any(-1)[after]
-    for line in stranded.nonzero()[:1, 0].tolist():
-        s, a, there = int(state[line]), int(action[line]), int(after[line])
+    for s, a, there in torch.stack([state, action, after], -1)[stranded][:1].tolist():
         raise ValueError(
             f"env: {name}: P[{s}][{a}] leads to state {there}, for which the table has no action"
         )
@@ -374,10 +313,8 @@ def _rows(table: Any, state: int, num_actions: int, name: str) -> list[tuple[int
                 f"{num_actions} actions"
             )
         if not isinstance(row, Sequence) or isinstance(row, str):
-            wanted = "a list of (probability, next state, reward, terminated)"
-            raise ValueError(
-                f"env: {name}: P[{state}][{action}]: expected {wanted}, got {type(row).__name__}"
-            )
+            place = f"env: {name}: P[{state}][{action}]"
+            raise unexpected(place, f"a list of {OUTCOME}", type(row).__name__)
     return [(int(action), row) for action, row in found if len(row)]
 
 
@@ -387,20 +324,17 @@ def _outcome(outcome: Any, num_states: int, place: str) -> tuple[int, float, flo
         probability, after, reward = float(probability), int(after), float(reward)
         terminated = bool(terminated)
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{place}: expected (probability, next state, reward, terminated), got {outcome!r}"
-        ) from error
-    if not 0 <= probability <= 1 + 1e-9:
-        raise ValueError(
-            f"{place}: the probability of next state {after} is {probability}; expected a number "
-            "in [0, 1]"
-        )
+        raise unexpected(place, OUTCOME, repr(outcome)) from error
     if not 0 <= after < num_states:
         raise ValueError(f"{place}: next state {after} is not one of the {num_states} states")
-    if not np.isfinite(reward):
-        raise ValueError(
-            f"{place}: the reward of next state {after} is {reward}; expected a finite number"
-        )
+    for what, value, valid, expected in (
+        ("probability", probability, 0 <= probability <= 1 + 1e-9, "number in [0, 1]"),
+        ("reward", reward, np.isfinite(reward), "finite number"),
+    ):
+        if not valid:
+            raise ValueError(
+                f"{place}: the {what} of next state {after} is {value}; expected a {expected}"
+            )
     return ABSORBING if terminated else after, probability, reward
 
 

@@ -1,18 +1,15 @@
 """The layered MDP: states in layers, and known transitions.
 
 This is the paper's model (`sec:probform`): layers S_0, ..., S_L, transitions only from one layer to
-the next, and a single terminal state s_L. Two generalizations are allowed throughout: the first
-layer may have several states with an initial distribution, and every state may have its own set of
-actions.
-
-Non-terminal states are numbered in layer order, so that every quantity of the package is one
-`(*batch, S, A)` tensor.
+the next, and a single terminal state s_L. Beyond the paper, the first layer may have several states
+with an initial distribution, and every state its own set of actions. Non-terminal states are
+numbered in layer order, so that every quantity is one `(*batch, S, A)` tensor.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, starmap
@@ -22,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import later
-from torch_occ._support.private import standard_gamma, values_are_hidden, versions_of
+from torch_occ._support.private import standard_gamma, versions_of
 from torch_occ.mdp import checks
 from torch_occ.mdp.checks import Table, as_tensor, broadcast
 from torch_occ.mdp.layers import DenseLayer, Layer, SparseLayer
@@ -69,6 +66,8 @@ class LayeredMDP:
     is_blind: ClassVar[bool] = False
     #: What a subclass adds, and conversions keep.
     kept: ClassVar[tuple[str, ...]] = ()
+    #: The joint transitions of small constant models, made of these versions of their parts.
+    _joint: ClassVar[tuple[list[int], Tensor] | None] = None
 
     def __init__(
         self,
@@ -83,26 +82,30 @@ class LayeredMDP:
         layers = tuple(layer_of(p, num_actions) for p in tensors)
         num_states, first = sum(layer.sizes[0] for layer in layers), layers[0].sizes[0]
         like = layers[0].probabilities
-        if start is None:
-            if first != 1:
-                raise ValueError(
-                    f"initial: layer 0 has {first} states, so a distribution of shape ({first},) "
-                    "over them is needed"
-                )
-            start = like.new_ones(1)
+        if start is None and first != 1:
+            raise ValueError(
+                f"initial: layer 0 has {first} states, so a distribution of shape ({first},) "
+                "over them is needed"
+            )
         if mask is None:
             mask = torch.ones(num_states, num_actions, dtype=torch.bool, device=like.device)
-        if names is None:
-            names = torch.arange(num_states, device=like.device)
-        self.__dict__.update(actions=mask.clone(), initial=start.clone())
-        self.__dict__.update(origin=names.clone(), layers=layers)
+        names = torch.arange(num_states, device=like.device) if names is None else names
+        self.__dict__.update(
+            actions=mask.clone(),
+            initial=like.new_ones(1) if start is None else start.clone(),
+            origin=names.clone(),
+            layers=layers,
+        )
         checks.check_actions(self)
         masks = zip(layers, self.split(self.actions, -2), strict=True)
         self.__dict__.update(layers=tuple(layer.mask(mask) for layer, mask in masks))
         checks.check_distributions(self)
-        for name in _LAYOUT:
+        for name in (*_LAYOUT, "reachable"):
             getattr(self, name)
-        _ = self._joint, self.reachable
+        given = self.probabilities[1:]
+        keeps = num_states <= DENSE_STATES and not self.is_sparse
+        if keeps and not any(p.requires_grad for p in given):  # a graph must not be kept
+            self.__dict__.update(_joint=(versions_of(given), self._join()))
 
     # -- where MDPs come from -------------------------------------------------------------------
 
@@ -122,18 +125,15 @@ class LayeredMDP:
         Rows of P are drawn from a symmetric Dirichlet distribution. `concentration` 1 is uniform on
         the simplex; towards 0 the transitions become nearly deterministic.
 
-        Returns:
-            A `LayeredMDP`.
-
         Raises:
             ValueError: if a size is less than one, or the concentration is not positive.
         """
         sizes = {"horizon": horizon, "width": width, "num_actions": num_actions}
         for name, number in sizes.items():
             if number < 1:
-                raise ValueError(f"{name}: expected at least 1, got {number}")
+                raise checks.unexpected(name, "at least 1", number)
         if not concentration > 0:
-            raise ValueError(f"concentration: expected a positive number, got {concentration}")
+            raise checks.unexpected("concentration", "a positive number", concentration)
         if not isinstance(seed, SupportsIndex):
             raise TypeError(f"seed: expected a whole number, got {type(seed).__name__}")
         generator = torch.Generator().manual_seed(operator.index(seed))
@@ -152,10 +152,10 @@ class LayeredMDP:
     ) -> Self:
         """Unroll an ordinary finite MDP for `horizon` steps.
 
-        Layer k holds the states that can be occupied after k steps; other states are left out. A
-        terminal state ends the episode: it becomes the absorbing end, which has one action and
-        lasts until the horizon. `mdp.origin` maps every layered state back, and `mdp.lift(loss)`
-        turns a loss table `(S, A)` into a layered one.
+        Layer k holds the states that can be occupied after k steps. A terminal state ends the
+        episode: it becomes the absorbing end, which has one action and lasts until the horizon.
+        `mdp.origin` maps every layered state back, and `mdp.lift(loss)` turns a loss table `(S, A)`
+        into a layered one.
 
         Args:
             transition: `(S, A, S)`, an array or a tensor, or a sparse matrix `(S * A, S)` of torch
@@ -164,9 +164,6 @@ class LayeredMDP:
             initial: a distribution `(S,)` or the index of the start state.
             terminal: indices of terminal states.
             actions: boolean mask `(S, A)` of available actions; all by default.
-
-        Returns:
-            A `LayeredMDP`.
 
         Raises:
             ValueError: if an argument is not valid; it names the state and the action.
@@ -200,9 +197,6 @@ class LayeredMDP:
             action_axis: the axis of `transition` that counts the actions, 0 or 1; required if there
                 are as many actions as states.
 
-        Returns:
-            A `RewardMDP`.
-
         Raises:
             ValueError: if an argument is not valid; it names the state and the action.
         """
@@ -216,34 +210,24 @@ class LayeredMDP:
         env: gymnasium.Env[Any, Any] | str,
         horizon: int,
         initial: Table | int | None = None,
-        *,
-        options: Mapping[str, Any] | None = None,
-        **more_options: Any,
+        **options: Any,
     ) -> RewardMDP:
         """Unroll a Gymnasium environment that publishes its table (`env.unwrapped.P`).
 
         A terminated outcome leads to the absorbing end; duplicate next states add up. `mdp.origin`
-        maps every layered state back to the environment's state, `mdp.loss` holds the losses, and
-        `mdp.reward_map` maps losses back to rewards.
-
-        The table is checked for its shape, probabilities and rewards, not by playing.
+        maps every layered state back to the environment's state. The table is checked for its
+        shape, probabilities and rewards, not by playing.
 
         Args:
             env: an environment or its id.
             initial: a distribution `(S,)` or the index of the start state; by default that of the
                 environment.
-            options: options of `gymnasium.make`, if `env` is an id.
-            more_options: the same by name, such as `is_slippery=False`.
-
-        Returns:
-            A `RewardMDP`.
+            options: of `gymnasium.make`, if `env` is an id, such as `is_slippery=False`.
 
         Raises:
             ImportError: if Gymnasium, or a package that the environment needs, is not installed.
             ValueError: if the environment publishes no valid table.
         """
-        if more_options:
-            options = {**(options or {}), **more_options}
         return later("mdp.importers").from_gymnasium(env, horizon, initial, options)
 
     @classmethod
@@ -262,11 +246,7 @@ class LayeredMDP:
         The graph is acyclic, and the layer of a node is the length of the longest path to it. Edges
         that skip layers lead to states of waiting with one action. With a horizon, the graph may
         have cycles: layer k has the nodes that a walk visits after k edges, and a walk that has
-        arrived waits at the target.
-
-        `mdp.losses(costs)` turns costs of edges `(*batch, E)` into losses `(*batch, S, A)`,
-        `mdp.flows(q)` turns q into flows through the edges. Both are differentiable. Edges on no
-        path from the source to the target have no pair; their cost does not matter.
+        arrived waits at the target. Edges on no path from the source to the target have no pair.
 
         Args:
             graph: a directed graph of networkx, or a sequence of edges (tail, head). Nodes are
@@ -276,9 +256,6 @@ class LayeredMDP:
             horizon: the largest number of edges of a walk; None for all paths of an acyclic graph.
             penalty: what `losses` adds for a walk that has not arrived at the horizon. By default
                 there is no such walk.
-
-        Returns:
-            A `GraphMDP`.
 
         Raises:
             ValueError: if a node is unknown, the target cannot be reached within the horizon, or
@@ -393,30 +370,10 @@ class LayeredMDP:
                 "mdp: its transitions are sparse and are not made dense unasked; use "
                 "mdp.to_dense() if it is small"
             )
-        return self.join_transitions()
-
-    @cached_property
-    def _joint(self) -> tuple[list[int], Tensor] | None:
-        # With the versions of its parts, which may be changed in place. Cached only for small
-        # constant models. A graph must not be kept, nor a tensor of a transform that has ended.
-        constant = self.num_states <= DENSE_STATES and not any(
-            p.requires_grad for p in self.probabilities[1:]
-        )
-        if not constant or self.is_sparse:
-            return None
-        return versions_of(self.probabilities[1:]), self._join()
-
-    def join_transitions(self) -> Tensor:
-        """`joint_transitions`, also for sparse layers."""
         if self._joint is None or torch.compiler.is_compiling():
             return self._join()
-        versions = versions_of(self.probabilities[1:])
-        if self._joint[0] == versions:
-            return self._joint[1]
-        joint = self._join()
-        if not values_are_hidden():
-            self.__dict__["_joint"] = (versions, joint)
-        return joint
+        versions, joint = self._joint
+        return joint if versions == versions_of(self.probabilities[1:]) else self._join()
 
     def _join(self) -> Tensor:
         rows = []
@@ -484,28 +441,22 @@ class LayeredMDP:
 
     def _with(self, layers: tuple[Layer, ...], initial: Tensor) -> LayeredMDP:
         other = object.__new__(LayeredMDP)
-        other.__dict__.update(
-            {name: getattr(self, name) for name in ("actions", "origin", *_LAYOUT)}
-        )
-        other.__dict__.update(layers=layers, initial=initial, _joint=None)
+        kept = {name: getattr(self, name) for name in ("actions", "origin", *_LAYOUT)}
+        other.__dict__.update(kept, layers=layers, initial=initial)
         return other
 
     def blind(self) -> LayeredMDP:
         """The layout without the probabilities, for learners that do not know the transitions.
 
-        Layers, actions and the initial distribution stay. From every pair, all states of the next
-        layer are equally likely. The layers are dense, since the pattern of a sparse layer would
-        tell which states can follow. `is_blind` is True.
+        From every pair, all states of the next layer are equally likely. The layers are dense,
+        since the pattern of a sparse layer would tell which states can follow.
         """
         if self.is_blind:
             return self
-        sizes = (*self.layer_sizes, 1)
-        uniform = (
-            mask.to(self.dtype).unsqueeze(-1).expand(-1, -1, sizes[k + 1]) / sizes[k + 1]
-            for k, mask in enumerate(self.split(self.actions, 0))
-        )
+        masks = zip(self.split(self.actions, 0), (*self.layer_sizes[1:], 1), strict=True)
+        uniform = [mask.to(self.dtype).unsqueeze(-1).expand(-1, -1, n) / n for mask, n in masks]
         hidden = LayeredMDP(
-            [*uniform], actions=self.actions, initial=self.initial.detach(), origin=self.origin
+            uniform, actions=self.actions, initial=self.initial.detach(), origin=self.origin
         )
         hidden.__dict__.update(is_blind=True)
         return hidden
@@ -525,14 +476,17 @@ class LayeredMDP:
                 "mdp: a sparse layer holds a single MDP, this is a batch of shape "
                 f"{tuple(self.batch_shape)}"
             )
-        given = [(layer, isinstance(layer, SparseLayer)) for layer in self.layers]
         return self._again(
-            [x.tensor if sparse else x.dense.flatten(0, 1).to_sparse() for x, sparse in given]
+            [
+                x.tensor if isinstance(x, SparseLayer) else x.dense.flatten(0, 1).to_sparse()
+                for x in self.layers
+            ]
         )
 
     def _again(self, transitions: Sequence[Tensor]) -> LayeredMDP:
-        layout = {"actions": self.actions, "initial": self.initial, "origin": self.origin}
-        return LayeredMDP(transitions, **layout)
+        return LayeredMDP(
+            transitions, actions=self.actions, initial=self.initial, origin=self.origin
+        )
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """The same model on another device or in another floating-point type.
@@ -562,7 +516,6 @@ class LayeredMDP:
             layers=tuple(layer.map_tensors(function) for layer in self.layers),
             missing={name: converted(mask) for name, mask in self.missing.items()},
             action_groups=tuple((function(s), function(a)) for s, a in self.action_groups),
-            _joint=None,
         )
         return other
 
@@ -583,7 +536,7 @@ class LayeredMDP:
         keep = self.split(self.reachable, 0)
         kept = zip(self.layers, keep, (*keep[1:], keep[0].new_ones(1)), strict=True)
         return LayeredMDP(
-            [layer.restrict(here, there).tensor for layer, here, there in kept],
+            [layer.restrict(here, there) for layer, here, there in kept],
             actions=self.actions[self.reachable],
             initial=self.initial[..., keep[0]],
             origin=self.origin[self.reachable],

@@ -1,4 +1,18 @@
-"""One layer of transitions, dense or sparse: its two maps, and sums in a fixed order."""
+"""One layer of transitions, dense or sparse: its two maps, and sums in a fixed order.
+
+    arrive    (P'x)(s') = sum_{s, a} P(s' | s, a) x(s, a)        the mass that arrives
+    ahead     (P v)(s, a) = sum_{s'} P(s' | s, a) v(s')          the expected next value
+
+and `arrive_logs`, the first map on logarithms. Occupancy measures need nothing else of P, so its
+storage is decided here: `DenseLayer` holds a table, `SparseLayer` the probabilities that are not
+zero. The rest of the package uses only these maps, and one differentiable tensor of
+`probabilities`.
+
+The last bits of a matrix product depend on the order of its sums, which a library chooses by the
+processor, the size of the batch, the place in memory and the number of threads. With `in_order`, it
+is the order of the entries. Every computation that promises the same bits for a seed alone and
+among others (docs/performance.md) uses it.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +28,7 @@ from torch import Tensor
 
 from torch_occ._support.private import has_tangent, inside_transform, versions_of
 from torch_occ._support.streams import invert
-from torch_occ.mdp.checks import broadcast, check_entries, check_rows
-
-# -- The two maps of a layer, and sums, in a fixed order of summation ------------------------------
-#
-# The last bits of a matrix product depend on the order of its sums. A library chooses this order by
-# the processor, the size of the batch, the place in memory and the number of threads. Here the
-# order is that of the entries, independently of the rest of the batch. Every computation that
-# promises the same bits for a seed alone and among others (docs/performance.md) uses this module.
-
+from torch_occ.mdp.checks import broadcast, check_rows
 
 #: The largest number of products in memory, unless one batch element has more.
 _MOST = 1 << 20
@@ -31,64 +37,6 @@ _MOST = 1 << 20
 def running_total(x: Tensor, dim: int) -> Tensor:
     """The sum along a dimension, from the first entry to the last, as a running sum."""
     return x.cumsum(dim).select(dim, -1)
-
-
-@dataclass(frozen=True, eq=False)
-class InOrder:
-    """`arrive` and `ahead` of torch_occ.mdp.layers, in order."""
-
-    layer: Layer
-
-    def arrive(self, x: Tensor) -> Tensor:
-        """P'x: `(*batch, S, A)` -> `(*batch, S')`."""
-        if isinstance(self.layer, DenseLayer):
-            rows = self.layer.probabilities.flatten(-3, -2)  # (*batch, S * A, S')
-            return self._in_parts(
-                lambda part: running_total(rows * part.unsqueeze(-1), -2), x.flatten(-2)
-            )
-        pattern = self.layer.pattern
-        return self._scattered(x.flatten(-2), pattern.pair, pattern.next, pattern.shape[1])
-
-    def ahead(self, v: Tensor) -> Tensor:
-        """P v: `(*batch, S')` -> `(*batch, S, A)`."""
-        if isinstance(self.layer, DenseLayer):
-            rows = self.layer.probabilities.flatten(-3, -2)
-            found = self._in_parts(lambda part: running_total(rows * part.unsqueeze(-2), -1), v)
-        else:
-            pattern = self.layer.pattern
-            found = self._scattered(v, pattern.next, pattern.pair, pattern.shape[0])
-        return found.unflatten(-1, self.layer.sizes[:2])
-
-    def _in_parts(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Apply `function` to x `(*batch, n)` in parts, so that the products fit into memory."""
-        batch, each = x.shape[:-1], self.layer.probabilities.numel()
-        if self.layer.batch_shape or batch.numel() * each <= _MOST:
-            return function(x)
-        parts = x.flatten(0, -2).split(max(1, _MOST // each))
-        return torch.cat([function(part) for part in parts]).unflatten(0, batch)
-
-    def _scattered(self, x: Tensor, source: Tensor, target: Tensor, size: int) -> Tensor:
-        """Add x[source] * probability to the target: `(*batch, m)` -> `(*batch, size)`."""
-        probabilities = self.layer.probabilities
-        if self.layer.batch_shape:
-            seen = probabilities * x.index_select(-1, source)
-            return seen.new_zeros(*seen.shape[:-1], size).index_add(-1, target, seen)
-        if x.dim() > 1:  # one vector at a time, because torch has a faster loop for it
-            rows = [self._scattered(row, source, target, size) for row in x.flatten(0, -2)]
-            return torch.stack(rows).unflatten(0, x.shape[:-1])
-        return x.new_zeros(size).index_add(0, target, probabilities * x.index_select(0, source))
-
-
-# -- One layer as a linear map between its pairs and the states of the next layer ------------------
-#
-#     arrive    (P'x)(s') = sum_{s, a} P(s' | s, a) x(s, a)        the mass that arrives
-#     ahead     (P v)(s, a) = sum_{s'} P(s' | s, a) v(s')          the expected next value
-#
-# and `arrive_logs`, the first map on logarithms.
-#
-# Occupancy measures need nothing else of P, so its storage is decided here: `DenseLayer` holds a
-# table, `SparseLayer` the probabilities that are not zero. The rest of the package uses only these
-# maps, and one differentiable tensor of `probabilities`.
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +51,7 @@ class DenseLayer:
     @property
     def sizes(self) -> tuple[int, int, int]:
         """S, A, S'."""
-        num_states, num_actions, num_next = self.probabilities.shape[-3:]
-        return num_states, num_actions, num_next
+        return tuple(self.probabilities.shape[-3:])  # type: ignore[return-value]
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -120,9 +67,11 @@ class DenseLayer:
         """The table `(*batch, S, A, S')`."""
         return self.probabilities
 
-    def arrive(self, x: Tensor) -> Tensor:
+    def arrive(self, x: Tensor, in_order: bool = False) -> Tensor:
         """P'x: `(*batch, S, A)` -> `(*batch, S')`."""
         rows, x = self.probabilities.flatten(-3, -2), x.flatten(-2)
+        if in_order:
+            return self._in_parts(x, lambda part: running_total(rows * part.unsqueeze(-1), -2))
         return x @ rows if rows.dim() == 2 else (x.unsqueeze(-2) @ rows).squeeze(-2)
 
     def arrive_logs(self, x: Tensor) -> Tensor:
@@ -132,12 +81,22 @@ class DenseLayer:
         relative = (x - largest.unsqueeze(-2)).clamp(max=largest_exponent(x.dtype))
         return largest + (rows * relative.exp()).sum(-2).log()
 
-    def ahead(self, v: Tensor) -> Tensor:
+    def ahead(self, v: Tensor, in_order: bool = False) -> Tensor:
         """P v: `(*batch, S')` -> `(*batch, S, A)`."""
         rows = self.probabilities.flatten(-3, -2)
-        # If P has no batch shape, one product serves a whole batch of v.
-        expected = v @ rows.mT if rows.dim() == 2 else (rows @ v.unsqueeze(-1)).squeeze(-1)
-        return expected.reshape(*expected.shape[:-1], *self.probabilities.shape[-3:-1])
+        if in_order:
+            found = self._in_parts(v, lambda part: running_total(rows * part.unsqueeze(-2), -1))
+        else:  # if P has no batch shape, one product serves a whole batch of v
+            found = v @ rows.mT if rows.dim() == 2 else (rows @ v.unsqueeze(-1)).squeeze(-1)
+        return found.reshape(*found.shape[:-1], *self.sizes[:2])
+
+    def _in_parts(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply `function` to x `(*batch, n)` in parts, so that the products fit into memory."""
+        batch, each = x.shape[:-1], self.probabilities.numel()
+        if self.batch_shape or batch.numel() * each <= _MOST:
+            return function(x)
+        parts = x.flatten(0, -2).split(max(1, _MOST // each))
+        return torch.cat([function(part) for part in parts]).unflatten(0, batch)
 
     def draw(self, state: Tensor, action: Tensor, uniform: Tensor) -> Tensor:
         """Draw next states `(N,)` from uniform numbers."""
@@ -159,14 +118,14 @@ class DenseLayer:
         """Set the probabilities of pairs that do not exist to zero."""
         return DenseLayer(torch.where(actions.unsqueeze(-1), self.probabilities, 0.0))
 
-    def restrict(self, here: Tensor, there: Tensor) -> DenseLayer:
-        """Keep some states, by masks `(S,)` and `(S',)`."""
-        return DenseLayer(self.probabilities[..., here, :, :][..., there])
+    def restrict(self, here: Tensor, there: Tensor) -> Tensor:
+        """The transitions between some states, by masks `(S,)` and `(S',)`."""
+        return self.probabilities[..., here, :, :][..., there]
 
     def check(self, k: int, actions: Tensor) -> None:
         """Raise a ValueError that names the first row that is not a distribution."""
         words = (f"layer {k}, state", "action")
-        check_rows(f"transitions[{k}]", self.probabilities.detach(), actions, words)
+        check_rows(f"transitions[{k}]", self.probabilities.detach(), words, used=actions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,8 +185,10 @@ class SparseLayer:
 
     @property
     def tensor(self) -> Tensor:
-        index = torch.stack([self.pattern.pair, self.pattern.next]).long()
-        shape = self.pattern.shape
+        index, shape = (
+            torch.stack([self.pattern.pair, self.pattern.next]).long(),
+            self.pattern.shape,
+        )
         return torch.sparse_coo_tensor(
             index, self.probabilities, shape, is_coalesced=True, check_invariants=False
         )
@@ -238,14 +199,11 @@ class SparseLayer:
         empty = self.probabilities.new_zeros(*self.batch_shape, math.prod(self.sizes))
         return empty.index_add(-1, index, self.probabilities).unflatten(-1, self.sizes)
 
-    def arrive(self, x: Tensor) -> Tensor:
-        x = x.flatten(-2)
-        if self._plain(x):
-            self._forget()
+    def arrive(self, x: Tensor, in_order: bool = False) -> Tensor:
+        x, of = x.flatten(-2), self.pattern
+        if not in_order and self._plain(x):
             return _multiply(self._into, x)
-        flow = self.probabilities * x.index_select(-1, self.pattern.pair)
-        nothing = flow.new_zeros(*flow.shape[:-1], self.sizes[2])
-        return nothing.index_add(-1, self.pattern.next, flow)
+        return self._scatter(x, of.pair, of.next, of.shape[1], in_order)
 
     def arrive_logs(self, x: Tensor) -> Tensor:
         p, following = self.probabilities, self.pattern.next.long()
@@ -258,37 +216,44 @@ class SparseLayer:
         found = torch.zeros_like(largest).index_add(-1, following, p * relative.exp())
         return largest + found.log()
 
-    def ahead(self, v: Tensor) -> Tensor:
-        if self._plain(v):
-            self._forget()
-            expected = _multiply(self._out_of, v)
-        else:
-            seen = self.probabilities * v.index_select(-1, self.pattern.next)
-            nothing = seen.new_zeros(*seen.shape[:-1], self.pattern.shape[0])
-            expected = nothing.index_add(-1, self.pattern.pair, seen)
-        return expected.unflatten(-1, self.sizes[:2])
+    def ahead(self, v: Tensor, in_order: bool = False) -> Tensor:
+        of = self.pattern
+        if not in_order and self._plain(v):
+            return _multiply(self._out_of, v).unflatten(-1, self.sizes[:2])
+        found = self._scatter(v, of.next, of.pair, of.shape[0], in_order)
+        return found.unflatten(-1, self.sizes[:2])
+
+    def _scatter(
+        self, x: Tensor, source: Tensor, target: Tensor, size: int, by_rows: bool
+    ) -> Tensor:
+        """Add x[source] * probability to the target: `(*batch, m)` -> `(*batch, size)`."""
+        if by_rows and x.dim() > 1 and not self.batch_shape:  # torch has a faster loop for vectors
+            rows = [self._scatter(row, source, target, size, False) for row in x.flatten(0, -2)]
+            return torch.stack(rows).unflatten(0, x.shape[:-1])
+        seen = self.probabilities * x.index_select(-1, source)
+        return seen.new_zeros(*seen.shape[:-1], size).index_add(-1, target, seen)
 
     def _plain(self, x: Tensor) -> bool:
-        """Whether there is one set of probabilities, no derivative and no transform."""
+        """Whether compressed rows serve: one MDP, no derivative and no transform.
+
+        They are forgotten if the probabilities were changed in place since.
+        """
         p = self.probabilities
-        single = p.numel() == p.shape[-1] and p.dim() <= x.dim()
         recorded = torch.is_grad_enabled() and (x.requires_grad or p.requires_grad)
         moving = recorded or inside_transform() or has_tangent(x) or has_tangent(p)
-        return single and not moving
-
-    def _forget(self) -> None:
-        """Forget the compressed rows if the probabilities were changed in place since."""
-        versions = versions_of([self.probabilities])
-        if self.__dict__.setdefault("_versions", versions) != versions:
-            for name in ("_out_of", "_into"):
-                self.__dict__.pop(name, None)
-            self.__dict__["_versions"] = versions
+        if moving or p.numel() != p.shape[-1] or p.dim() > x.dim():
+            return False
+        versions, own = versions_of([p]), self.__dict__
+        if own.setdefault("_versions", versions) != versions:
+            own.pop("_out_of", None), own.pop("_into", None)
+            own["_versions"] = versions
+        return True
 
     @cached_property
     def _out_of(self) -> Tensor:
         """P in compressed rows."""
-        pattern = self.pattern
-        return _compressed(pattern.starts, pattern.next, self.probabilities, pattern.shape)
+        of = self.pattern
+        return _compressed(of.starts, of.next, self.probabilities, of.shape)
 
     @cached_property
     def _into(self) -> Tensor:
@@ -319,35 +284,32 @@ class SparseLayer:
         return SparseLayer(pattern, function(self.probabilities))
 
     def mask(self, actions: Tensor) -> SparseLayer:
-        here = actions.flatten().index_select(0, self.pattern.pair)
-        return self if bool(here.all()) else self._select(here)
+        exists, of = actions.flatten().index_select(0, self.pattern.pair), self.pattern
+        if bool(exists.all()):
+            return self
+        pattern = Pattern(of.pair[exists], of.next[exists], self.sizes)
+        return SparseLayer(pattern, self.probabilities[..., exists])
 
-    def restrict(self, here: Tensor, there: Tensor) -> SparseLayer:
-        num_actions, pattern = self.sizes[1], self.pattern
-        leaves = here.repeat_interleave(num_actions).index_select(0, pattern.pair)
-        kept = self._select(leaves & there.index_select(0, pattern.next))
-        # The new indices of the states that are kept.
-        state, following = (flags.cumsum(0, dtype=torch.int32) - 1 for flags in (here, there))
-        old = kept.pattern.pair
-        pair = state.index_select(0, old // num_actions) * num_actions + old % num_actions
-        sizes = (int(here.sum()), num_actions, int(there.sum()))
-        following = following.index_select(0, kept.pattern.next)
-        return SparseLayer(Pattern(pair, following, sizes), kept.probabilities)
-
-    def _select(self, entries: Tensor) -> SparseLayer:
-        pattern = Pattern(self.pattern.pair[entries], self.pattern.next[entries], self.sizes)
-        return SparseLayer(pattern, self.probabilities[..., entries])
+    def restrict(self, here: Tensor, there: Tensor) -> Tensor:
+        rows = here.repeat_interleave(self.sizes[1]).nonzero().squeeze(-1)
+        return self.tensor.index_select(0, rows).index_select(1, there.nonzero().squeeze(-1))
 
     def check(self, k: int, actions: Tensor) -> None:
         fixed = self.with_probabilities(self.probabilities.detach())
         sums = fixed.ahead(fixed.probabilities.new_ones(self.sizes[2]))
 
-        def place(entry: int) -> tuple[int, int, int]:
+        def locate(entry: list[int]) -> tuple[int, int, int]:
             state, action = divmod(int(self.pattern.pair[entry]), self.sizes[1])
             return state, action, int(self.pattern.next[entry])
 
-        words = (f"layer {k}, state", "action")
-        check_entries(f"transitions[{k}]", fixed.probabilities, place, sums, actions, words)
+        check_rows(
+            f"transitions[{k}]",
+            fixed.probabilities,
+            (f"layer {k}, state", "action"),
+            sums=sums,
+            used=actions,
+            locate=locate,
+        )
 
 
 Layer = DenseLayer | SparseLayer

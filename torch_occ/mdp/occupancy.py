@@ -19,7 +19,6 @@ are solved by one pass from the first layer to the last, or back.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,34 +28,31 @@ from torch_occ._support.constants import TIE
 from torch_occ._support.private import values_are_hidden
 from torch_occ.mdp.checks import as_tensor, broadcast, check_table, row_tolerance
 from torch_occ.mdp.layered import DENSE_STATES, LayeredMDP
-from torch_occ.mdp.layers import DenseLayer, InOrder, Layer
+from torch_occ.mdp.layers import DenseLayer
 
 
 class LayeredFlow:
     """The transitions as linear operators, layer by layer.
 
-    Batches of MDPs broadcast with batches of arguments. With `in_order`, the bits do not depend on
-    the batch (torch_occ.mdp.layers).
+    Batches of MDPs broadcast with batches of arguments. `in_order` is that of the layers.
     """
 
     def __init__(self, mdp: LayeredMDP, *, in_order: bool = False) -> None:
-        self.mdp = mdp
-        # The last layer leads to the terminal state, which has no row in E.
-        self.layers = mdp.layers[:-1]
-        ordered = [InOrder(layer) for layer in self.layers] if in_order else None
-        self.maps: Sequence[Layer | InOrder] = ordered or self.layers
+        self.mdp, self.in_order = mdp, in_order
+        self.layers = mdp.layers[:-1]  # the last one leads to the end, which has no row in E
 
     def inflow(self, x: Tensor) -> Tensor:
         """P' x: `(*batch, S, A)` -> `(*batch, S)`, the mass that arrives in each state."""
         parts = self.mdp.split(x, -2)
-        arrivals = [torch.zeros_like(parts[0][..., 0])]
-        arrivals += [layer.arrive(part) for part, layer in zip(parts[:-1], self.maps, strict=True)]
-        return join(arrivals, 1)
+        pairs = zip(self.layers, parts[:-1], strict=True)
+        arrivals = [layer.arrive(part, self.in_order) for layer, part in pairs]
+        return join([torch.zeros_like(parts[0][..., 0]), *arrivals], 1)
 
     def lookahead(self, v: Tensor) -> Tensor:
         """P v: `(*batch, S)` -> `(*batch, S, A)`, the expectation of v at the next state."""
         parts = self.mdp.split(v, -1)
-        ahead = [layer.ahead(part) for part, layer in zip(parts[1:], self.maps, strict=True)]
+        pairs = zip(self.layers, parts[1:], strict=True)
+        ahead = [layer.ahead(part, self.in_order) for layer, part in pairs]
         end = torch.zeros_like(parts[-1]).unsqueeze(-1)
         return join([*ahead, end.expand(*parts[-1].shape, self.mdp.num_actions)], 2)
 
@@ -64,24 +60,23 @@ class LayeredFlow:
         """u = source + P_p' u. With source b, this is the state occupancy of the policy."""
         policies, sources = self.mdp.split(policy, -2), self.mdp.split(source, -1)
         u = [sources[0]]
-        for k, layer in enumerate(self.maps):
-            u.append(sources[k + 1] + layer.arrive(policies[k] * u[k].unsqueeze(-1)))
+        for k, layer in enumerate(self.layers):
+            arrived = layer.arrive(policies[k] * u[k].unsqueeze(-1), self.in_order)
+            u.append(sources[k + 1] + arrived)
         return join(u, 1)
 
     def backward(self, policy: Tensor, reward: Tensor) -> Tensor:
         """v = reward + P_p v. With the expected loss as reward, this is the value of the policy."""
         policies, rewards = self.mdp.split(policy, -2), self.mdp.split(reward, -1)
         v = [rewards[-1]]
-        for k in reversed(range(len(self.maps))):
-            v.insert(0, rewards[k] + (policies[k] * self.maps[k].ahead(v[0])).sum(-1))
+        for k in reversed(range(len(self.layers))):
+            ahead = self.layers[k].ahead(v[0], self.in_order)
+            v.insert(0, rewards[k] + (policies[k] * ahead).sum(-1))
         return join(v, 1)
 
 
 class DenseFlow:
-    """The same operators with one `(S, A, S)` tensor: fewer and larger operations.
-
-    It is faster for small MDPs.
-    """
+    """The same operators with one `(S, A, S)` tensor, which is faster for small MDPs."""
 
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
@@ -166,8 +161,8 @@ def occupancy(mdp: LayeredMDP, policy: Tensor, *, in_order: bool = False) -> Ten
     Only nonnegative numbers are added, so every entry has a small relative error.
 
     Args:
-        in_order: take every sum in the order of its entries. The bits are then the same in every
-            batch (torch_occ.mdp.layers), but it is slower.
+        in_order: take sums in the order of their entries, so that the bits are the same in every
+            batch. It is slower.
 
     Raises:
         TypeError: if the policy is not a tensor.
@@ -265,8 +260,8 @@ def optimal_policy(mdp: LayeredMDP, loss: Tensor, *, in_order: bool = False) -> 
 
     Args:
         loss: `(*batch, S, A)`.
-        in_order: take every sum in the order of its entries. The bits are then the same in every
-            batch (torch_occ.mdp.layers), but it is slower.
+        in_order: take sums in the order of their entries, so that the bits are the same in every
+            batch. It is slower.
 
     Returns:
         The policy, its values, Q and the gaps.
@@ -278,13 +273,12 @@ def optimal_policy(mdp: LayeredMDP, loss: Tensor, *, in_order: bool = False) -> 
     loss = as_tensor(loss)
     check_table("loss", loss, mdp)
     losses, masks = mdp.split(loss, -2), mdp.split(mdp.actions, -2)
-    maps = LayeredFlow(mdp, in_order=in_order).maps
     values: list[Tensor] = []
     Qs: list[Tensor] = []
     for k in reversed(range(mdp.horizon)):
         Q = losses[k]
         if values:
-            Q = Q + maps[k].ahead(values[0])
+            Q = Q + mdp.layers[k].ahead(values[0], in_order)
         if mdp.missing["pair"] is not None:
             Q = torch.where(masks[k], Q, torch.inf)
         Qs.insert(0, Q)

@@ -1,8 +1,7 @@
 """Unrolling: from an ordinary finite MDP to layers.
 
 The layered MDP has one copy of a state for every step at which the state can be occupied. The
-finite MDP is a list of outcomes (state, action, next state, probability), and so is every layer,
-until `layer_tensor` converts it to the form that `LayeredMDP` stores.
+finite MDP is a list of outcomes (state, action, next state, probability), and so is every layer.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from torch_occ.mdp.checks import Table, as_tensor, check_rows, row_tolerance
+from torch_occ.mdp.checks import Table, as_tensor, check_rows, unexpected
 
 #: Instead of a state: the episode is over. It is the `origin` of the absorbing end, and the next
 #: state of an outcome that ends the episode.
@@ -79,10 +79,8 @@ def finish(
             raise ValueError(f"terminal: state {state} is not one of the {shape[0]} states")
     actions = outcomes.actions if actions is None else actions
     if actions.dtype != torch.bool or tuple(actions.shape) != shape:
-        raise ValueError(
-            f"actions: expected a boolean mask of shape {shape}, got {actions.dtype} "
-            f"{tuple(actions.shape)}"
-        )
+        given = f"{actions.dtype} {tuple(actions.shape)}"
+        raise unexpected("actions", f"a boolean mask of shape {shape}", given)
     ends = torch.zeros(shape[0], dtype=torch.bool, device=device)
     ends[list(terminal)] = True
     idle = (~actions.any(-1) & ~ends).nonzero()
@@ -91,11 +89,21 @@ def finish(
             f"actions: state {int(idle[0])} has no action; give every state at least one, or name "
             "it in terminal"
         )
-    after = torch.where(ends[outcomes.next], ABSORBING, outcomes.next)
-    found = replace(outcomes, next=after, actions=actions & ~ends.unsqueeze(-1))
-    found = found.select(found.actions[found.state, found.action])
-    _check_outcomes(found)
-    return found
+    exist = actions & ~ends.unsqueeze(-1)
+    found = replace(outcomes, actions=exist).select(exist[outcomes.state, outcomes.action])
+    probability = found.probability.detach()
+    if not probability.is_floating_point():
+        raise unexpected("transition", "floating-point probabilities", probability.dtype)
+    entries = torch.stack([found.state, found.action, found.next], -1)
+    check_rows(
+        "transition",
+        probability,
+        ("state", "action"),
+        sums=found.sums(probability),
+        used=exist,
+        locate=lambda entry: entries[entry[0]].tolist(),
+    )
+    return replace(found, next=torch.where(ends[found.next], ABSORBING, found.next))
 
 
 def _entries(transition: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int, int]]:
@@ -103,24 +111,18 @@ def _entries(transition: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int
     shape = tuple(transition.shape) if hasattr(transition, "shape") else ()
     if isinstance(transition, Tensor) and transition.layout == torch.strided:
         if len(shape) != 3 or shape[0] != shape[2]:
-            raise ValueError(f"transition: expected shape (S, A, S), got {shape}")
+            raise unexpected("transition", "shape (S, A, S)", shape)
         # With gradients every entry is kept, so that zeros have a gradient too.
         kept = (transition != 0) | transition.requires_grad
         state, action, after = kept.nonzero(as_tuple=True)
         return state, action, after, transition[state, action, after], (shape[0], shape[1])
-    if isinstance(transition, Tensor) and transition.layout == torch.sparse_csr:
-        rows = torch.arange(shape[0], device=transition.device).repeat_interleave(
-            transition.crow_indices().diff()
-        )
-        index: tuple[Tensor, ...] = (rows, transition.col_indices().long())
-        values = transition.values()
-    elif isinstance(transition, Tensor):
-        transition = transition.to_sparse_coo().coalesce()
-        index, values = transition.indices().unbind(), transition.values()
-    elif hasattr(transition, "tocoo"):
+    if hasattr(transition, "tocoo"):
         matrix = transition.tocoo()
         index = tuple(torch.as_tensor(x, dtype=torch.long) for x in (matrix.row, matrix.col))
         values = torch.as_tensor(matrix.data)
+    elif isinstance(transition, Tensor):
+        transition = transition.to_sparse_coo().coalesce()
+        index, values = transition.indices().unbind(), transition.values()
     else:
         raise TypeError(
             f"transition: expected a tensor or a sparse matrix, got {type(transition).__name__}; "
@@ -129,47 +131,10 @@ def _entries(transition: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int
     if len(shape) == 3 and shape[0] == shape[2]:
         return index[0], index[1], index[2], values, (shape[0], shape[1])
     if len(shape) != 2 or 0 in shape or shape[0] % shape[1]:
-        raise ValueError(
-            f"transition: expected a sparse table of shape (S, A, S) or (S * A, S), got {shape}"
-        )
+        raise unexpected("transition", "a sparse table of shape (S, A, S) or (S * A, S)", shape)
     num_actions = shape[0] // shape[1]
     state, action = index[0] // num_actions, index[0] % num_actions
     return state, action, index[1], values, (shape[1], num_actions)
-
-
-def _check_outcomes(outcomes: Outcomes) -> None:
-    """Report a bad row with the user's own state numbers, before layers exist."""
-    probability = outcomes.probability.detach()
-    if not probability.is_floating_point():
-        raise ValueError(
-            f"transition: expected floating-point probabilities, got {probability.dtype}"
-        )
-    sums = outcomes.sums(probability)
-    improper = outcomes.sums((~(probability >= 0) | probability.isinf()).to(probability.dtype)) > 0
-    wrong = improper | ((sums - 1).abs() > row_tolerance(probability.dtype))
-    wrong = (outcomes.actions & wrong).nonzero()
-    if len(wrong):
-        state, action = wrong[0].tolist()
-        row = probability[(outcomes.state == state) & (outcomes.action == action)]
-        smallest = float(row.min()) if len(row) else 0.0
-        raise ValueError(
-            f"transition: state {state}, action {action}: expected non-negative probabilities that "
-            f"sum to 1, got smallest {smallest:.12g} and sum {float(sums[state, action]):.12g}"
-        )
-
-
-def initial_distribution(initial: Table | int, num_states: int, like: Tensor) -> Tensor:
-    """Check a distribution `(S,)` over the states, or make one from the index of a state."""
-    initial = as_tensor(initial)
-    if not isinstance(initial, Tensor):
-        initial = operator.index(initial)
-        if not 0 <= initial < num_states:
-            raise ValueError(f"initial: state {initial} is not one of the {num_states} states")
-        initial = (torch.arange(num_states, device=like.device) == initial).to(like.dtype)
-    if tuple(initial.shape) != (num_states,):
-        raise ValueError(f"initial: expected shape ({num_states},), got {tuple(initial.shape)}")
-    check_rows("initial", initial.detach(), None, ())
-    return initial
 
 
 def unroll(
@@ -180,23 +145,31 @@ def unroll(
     `sparse` says how to store it; by default its size decides.
     """
     if horizon < 1:
-        raise ValueError(f"horizon: expected at least 1, got {horizon}")
+        raise unexpected("horizon", "at least 1", horizon)
     num_states, num_actions = outcomes.actions.shape
-    initial = initial_distribution(initial, num_states, outcomes.probability)
+    device = outcomes.probability.device
+    initial = as_tensor(initial)
+    if not isinstance(initial, Tensor):
+        initial = operator.index(initial)
+        if not 0 <= initial < num_states:
+            raise ValueError(f"initial: state {initial} is not one of the {num_states} states")
+        index = torch.arange(num_states, device=device)
+        initial = (index == initial).to(outcomes.probability.dtype)
+    if initial.shape != (num_states,):
+        raise unexpected("initial", f"shape ({num_states},)", tuple(initial.shape))
+    check_rows("initial", initial.detach())
 
     # One more state, the absorbing end, has one action and leads to itself. States without an
     # action are there from the start.
-    end, device = num_states, outcomes.probability.device
+    end = num_states
     alive = outcomes.actions.any(-1)
     first = torch.arange(num_actions, device=device).eq(0).unsqueeze(0)
     mask = torch.cat([outcomes.actions, first])
     ended = torch.where(alive, 0.0, initial).sum().unsqueeze(0)
     start = torch.cat([torch.where(alive, initial, 0.0), ended])
-    state = torch.nn.functional.pad(outcomes.state, (0, 1), value=end)
-    action = torch.nn.functional.pad(outcomes.action, (0, 1))
-    after = torch.where(outcomes.next == ABSORBING, end, outcomes.next)
-    after = torch.nn.functional.pad(after, (0, 1), value=end)
-    probability = torch.cat([outcomes.probability, outcomes.probability.new_ones(1)])
+    state, action = pad(outcomes.state, (0, 1), value=end), pad(outcomes.action, (0, 1))
+    after = pad(torch.where(outcomes.next == ABSORBING, end, outcomes.next), (0, 1), value=end)
+    probability = pad(outcomes.probability, (0, 1), value=1)
 
     layers, place = [start.nonzero().squeeze(-1)], []
     possible = probability > 0

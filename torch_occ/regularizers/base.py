@@ -14,9 +14,9 @@ class. Regularizers can be added, and multiplied or divided by numbers and sched
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,26 +36,16 @@ from torch_occ.regularizers.parameters import (
 from torch_occ.regularizers.schedules import Schedule
 from torch_occ.regularizers.terms import Argument, Term, Weight, Weighted, WeightRow
 
-
-class Inputs(NamedTuple):
-    """The arguments of the functions at the three levels; empty for levels not in use."""
-
-    scalars: dict[Argument, Tensor]  # see torch_occ.regularizers.terms
-    per_state: list[Tensor]  # (*batch, G, n) for each group of G states with n actions
-    joint: list[Tensor]  # at most one, (*batch, S, A)
+#: What a function takes: an argument of scalar terms, `(*batch, S, A)` or `(*batch, S)`; the states
+#: with n actions, `(*batch, G, n)`, by the index of their group in the MDP; or all of q.
+Key = Argument | int | Literal["joint"]
 
 
-class Values(NamedTuple):
-    """The values of a regularizer, summed within each level only, so that each can be derived."""
-
-    scalars: dict[Argument, Tensor]  # weighted scalar terms, elementwise, shaped as their argument
-    per_state: list[Tensor]  # (*batch, G) for each group of G states with n actions
-    joint: list[Tensor]  # at most one, (*batch,)
-
-    def add(self, name: Argument, value: Tensor) -> None:
-        """Add scalar terms."""
-        before = self.scalars.get(name)
-        self.scalars[name] = value if before is None else before + value
+def dims_of(key: Key) -> tuple[int, int]:
+    """Return the dimensions after the batch of what a function takes, and of what it returns."""
+    if isinstance(key, int):
+        return 2, 1
+    return {"state": (1, 1), "joint": (2, 0)}.get(key, (2, 2))
 
 
 class Regularizer(Parametrized):
@@ -87,27 +77,25 @@ class Regularizer(Parametrized):
         weights = composition.weigh(composition.values(t))
         return total(mdp, composition.evaluate(weights, self.read(mdp, q)))
 
-    def read(self, mdp: LayeredMDP, q: Tensor) -> Inputs:
-        """Compute the arguments of all functions at q."""
-        groups = mdp.action_groups if StatewiseRegularizer in self.levels else []
-        return Inputs(
-            {name: tables.marginal(name, mdp, q) for name in self.arguments},
-            [gather(q, group) for group in groups],
-            [q] if JointRegularizer in self.levels else [],
-        )
+    def read(self, mdp: LayeredMDP, q: Tensor) -> dict[Key, Tensor]:
+        """Compute what all functions take at q."""
+        found: dict[Key, Tensor] = {x: tables.marginal(x, mdp, q) for x in self.arguments}
+        if StatewiseRegularizer in self.levels:
+            for i, (states, actions) in enumerate(mdp.action_groups):
+                found[i] = q[..., states.unsqueeze(-1), actions]
+        return found | {"joint": q} if JointRegularizer in self.levels else found
+
+    def leaves(self) -> list[Regularizer]:
+        """Return the elementary regularizers, without weights."""
+        return [part for part, _ in self.parts()]
 
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments of the scalar terms."""
-        leaves = [leaf for leaf in self.leaves() if isinstance(leaf, SeparableRegularizer)]
-        return tuple(
-            name for name in tables.ARGUMENTS if any(name in leaf.arguments for leaf in leaves)
-        )
-
-    def leaves(self) -> Iterator[Regularizer]:
-        """Yield the elementary regularizers, without weights."""
-        for part, _ in self.parts():
-            yield part
+        used = {
+            x for y in self.leaves() if isinstance(y, SeparableRegularizer) for x in y.arguments
+        }
+        return tuple(name for name in tables.ARGUMENTS if name in used)
 
     @cached_property
     def levels(self) -> set[type[Regularizer]]:
@@ -271,12 +259,14 @@ class Composition:
         self.others: list[tuple[Regularizer, WeightRow]] = []  # functions that users wrote
         for part, weight in regularizer.parts():
             if isinstance(part, TabularRegularizer):
-                self.terms += [self._weighted(part, i, weight) for i in range(len(part.table()))]
+                self.terms += [self._weighted(part, term, weight) for term in part.table()]
             else:
                 self.others.append((part, weight.row(self.factors)))
         for term in self.terms:
-            if term.argument == "state":
-                self._check_states(term)
+            for i in term.weight.factors | term.exponent.factors:
+                owner, key = self.factors[i]
+                if term.argument == "state" and owner is not None and key:
+                    fit(owner.spread(key), 1)  # refuses one value per pair
         built_in = all(
             type(module).__module__.startswith(("torch_occ.", "torch.nn."))
             for module in regularizer.modules()
@@ -284,42 +274,28 @@ class Composition:
         #: What a user's regularizer must not change later; None if it is built in.
         self.known = None if built_in else self._structure()
 
-    def _weighted(self, part: TabularRegularizer, index: int, weight: Weight) -> Weighted:
-        term = part.table()[index]
-
-        def factor(x: float | str | Tensor | None, attribute: str) -> Weight:
-            """Return what a table says as a weight: a number, a parameter, or a user's tensor."""
-            if x is None or isinstance(x, int | float):
-                return Weight(1.0 if x is None else float(x))
-            key = x if isinstance(x, str) else (attribute, index)
-            return Weight(powers={tables.Factor(part, key): 1.0})
+    def _weighted(self, part: TabularRegularizer, term: Term, weight: Weight) -> Weighted:
+        def factor(x: float | str | None) -> Weight:
+            if isinstance(x, str):
+                return Weight(powers={tables.Factor(part, x): 1.0})
+            if isinstance(x, Tensor):
+                raise TypeError(
+                    f"{type(part).__name__}.table: expected numbers and names of parameters, got a "
+                    "tensor"
+                )
+            return Weight(1.0 if x is None else float(x))
 
         p = term.function.p if isinstance(term.function, tables.Power) else 0.0
-        own = factor(term.weight, "weight").times(factor(term.parameter, "parameter"))
-        return Weighted(
-            term.argument,
-            type(term.function),
-            own.times(weight).row(self.factors),
-            factor(p, "exponent").row(self.factors),
-        )
-
-    def _check_states(self, term: Weighted) -> None:
-        """Check that no parameter of a function of q(s) has one value per pair."""
-        for i in term.weight.factors | term.exponent.factors:
-            owner, key = self.factors[i]
-            place = None if owner is None else owner.places().get(str(key))
-            if place is not None and place.kind == "pair":
-                raise ValueError(
-                    "regularizer: a weight has one value per pair, but the function that it "
-                    "multiplies has one value per state"
-                )
+        own = factor(term.weight).times(factor(term.parameter)).times(weight)
+        rows = own.row(self.factors), factor(p).row(self.factors)
+        return Weighted(term.argument, type(term.function), *rows)
 
     def _structure(self) -> list[tuple[Regularizer, list[Any]]]:
-        found: list[tuple[Regularizer, list[Any]]] = []
-        for leaf in self.regularizer.leaves():
-            terms = leaf.table() if isinstance(leaf, TabularRegularizer) else ()
-            found.append((leaf, [(term.argument, type(term.function)) for term in terms]))
-        return found
+        tables = [
+            (leaf, leaf.table() if isinstance(leaf, TabularRegularizer) else ())
+            for leaf in self.regularizer.leaves()
+        ]
+        return [(leaf, [(x.argument, type(x.function)) for x in table]) for leaf, table in tables]
 
     def values(self, t: Tensor) -> list[Tensor]:
         """Return the values of the factors now; they broadcast against `(*batch, S, A)`.
@@ -333,20 +309,12 @@ class Composition:
 
     def check(self) -> None:
         """Raise a RuntimeError if a user's regularizer has other parts or terms than before."""
-        assert self.known is not None
-        before = [leaf for leaf, _ in self.known]
         for leaf, terms in self._structure():
-            if not any(leaf is each for each in before):
-                raise RuntimeError(
-                    f"regularizer: {type(leaf).__name__} was added after the first use; "
-                    "make a new FTRLStep(mdp, regularizer)"
-                )
-            known = next(terms for each, terms in self.known if each is leaf)
-            if terms != known:
-                raise RuntimeError(
-                    f"regularizer: its terms were {known}, and are {terms} now; "
-                    "make a new FTRLStep(mdp, regularizer)"
-                )
+            known = [before for each, before in self.known or () if each is leaf]
+            if terms not in known:
+                change = f"{type(leaf).__name__} was added after the first use"
+                change = f"its terms were {known[0]}, and are {terms} now" if known else change
+                raise RuntimeError(f"regularizer: {change}; make a new FTRLStep(mdp, regularizer)")
 
     def weigh(self, values: Sequence[Any]) -> Weights:
         """Return weights and exponents at values of the factors."""
@@ -357,13 +325,20 @@ class Composition:
             [row.at(values, known) for _, row in self.others],
         )
 
-    def evaluate(self, weights: Weights, inputs: Inputs) -> Values:
-        """Return all terms and functions at the inputs, summed within each level only."""
-        found = Values({}, [], [])
+    def evaluate(self, weights: Weights, inputs: dict[Key, Tensor]) -> dict[Key, Tensor]:
+        """Return the values of all terms and functions, summed by what they take."""
+        found: dict[Key, Tensor] = {}
+
+        def add(key: Key, value: Tensor) -> None:
+            found[key] = found[key] + value if key in found else value
+
         for term, weight, p in zip(self.terms, weights.terms, weights.exponents, strict=True):
-            found.add(term.argument, term.value(inputs.scalars[term.argument], weight, p))
+            add(term.argument, term.value(inputs[term.argument], weight, p))
         for (part, _), weight in zip(self.others, weights.others, strict=True):
-            add(part, weight, inputs, found)
+            for key in keys_of(part, inputs):
+                if isinstance(key, int):
+                    fit(weight, 0)  # groups number the states differently: it must be one number
+                add(key, fit(weight, dims_of(key)[1]) * call(part, key, inputs[key]))
         return found
 
 
@@ -375,37 +350,29 @@ class Weights(NamedTuple):
     others: list[Any]
 
 
-def add(part: Regularizer, weight: Any, inputs: Inputs, values: Values) -> None:
-    """Add weight times the functions of a user's regularizer to the values."""
+def keys_of(part: Regularizer, inputs: Iterable[Key]) -> Iterable[Key]:
+    """Return what the functions of a user's regularizer take."""
     if isinstance(part, SeparableRegularizer):
-        for name in part.arguments:
-            dims = 1 if name == "state" else 2
-            called = call(part, name, inputs.scalars[name], dims, dims)
-            values.add(name, fit(weight, dims) * called)
-    elif isinstance(part, StatewiseRegularizer):
-        found = [call(part, "per_state", q_s, 2, 1) for q_s in inputs.per_state]
-        # The groups number the states differently, so the weight must be one number.
-        one = fit(weight, 0)
-        one = one.unsqueeze(-1) if isinstance(one, Tensor) and one.dim() else one
-        _accumulate(values.per_state, [one * value for value in found])
-    elif isinstance(part, JointRegularizer):
-        found = [call(part, "joint", q, 2, 0) for q in inputs.joint]
-        _accumulate(values.joint, [fit(weight, 0) * value for value in found])
-    else:
-        raise TypeError(
-            f"{type(part).__name__}: derive it from SeparableRegularizer, "
-            "StatewiseRegularizer or JointRegularizer"
-        )
+        return part.arguments
+    if isinstance(part, StatewiseRegularizer):
+        return [key for key in inputs if isinstance(key, int)]
+    if isinstance(part, JointRegularizer):
+        return ["joint"]
+    raise TypeError(
+        f"{type(part).__name__}: derive it from SeparableRegularizer, "
+        "StatewiseRegularizer or JointRegularizer"
+    )
 
 
-def call(part: Regularizer, method: str, x: Tensor, event_dims: int, result_dims: int) -> Tensor:
+def call(part: Regularizer, key: Key, x: Tensor) -> Tensor:
     """Call a function written by a user at x `(*batch, *event)`, and check the shape it returns.
 
     It sees parameters with a batch or a place in shapes that broadcast against x.
     """
+    method, (event_dims, result_dims) = "per_state" if isinstance(key, int) else key, dims_of(key)
     with alone():
         shown = part.spread_all(event_dims)
-        batch = broadcast(x.shape[: x.dim() - event_dims], *(shape for _, shape in part.batched()))
+        batch = broadcast(x.shape[: x.dim() - event_dims], *part.batched())
         x = x.expand(*batch, *x.shape[x.dim() - event_dims :])
         try:
             value = call_with(part, shown, lambda: getattr(part, method)(x))
@@ -426,24 +393,15 @@ def call(part: Regularizer, method: str, x: Tensor, event_dims: int, result_dims
     return value
 
 
-def total(mdp: LayeredMDP, values: Values) -> Tensor:
+def total(mdp: LayeredMDP, values: dict[Key, Tensor]) -> Tensor:
     """Return the sum of all values, `(*batch,)`."""
-    parts = [
-        tables.keep(name, mdp, value, 0.0).sum(-1 if name == "state" else (-2, -1))
-        for name, value in values.scalars.items()
-    ]
-    parts += [value.sum(-1) for value in values.per_state]
-    parts += values.joint
+    parts = []
+    for key, value in values.items():
+        if not isinstance(key, int) and key != "joint":
+            value = tables.keep(key, mdp, value, 0.0)
+        dims = dims_of(key)[1]
+        parts.append(value.sum(tuple(range(-dims, 0))) if dims else value)
     return sum(parts[1:], parts[0])
-
-
-def _accumulate(total: list[Tensor], values: list[Tensor]) -> None:
-    total[:] = [a + b for a, b in zip(total, values, strict=True)] if total else values
-
-
-def gather(q: Tensor, group: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the occupancies `(*batch, G, n)` of a group of G states with n actions each."""
-    return q[..., group[0].unsqueeze(-1), group[1]]
 
 
 def _single_layer(q: Tensor) -> LayeredMDP:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_occ._support.private import own_parameter_names, own_parameters
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.regularizers.base import Composition, Inputs, Regularizer, Values
+from torch_occ.regularizers.base import Composition, Key, Regularizer, dims_of
 from torch_occ.regularizers.parameters import (
     Parametrized,
     alone,
@@ -25,6 +25,9 @@ from torch_occ.regularizers.parameters import (
     with_rank,
 )
 from torch_occ.regularizers.terms import Argument, keep, pull_back
+
+#: psi_t at given parameters: from what its functions take to their values.
+Evaluate = Callable[[dict[Key, Tensor]], dict[Key, Tensor]]
 
 
 class Evaluator:
@@ -48,23 +51,17 @@ class Evaluator:
             for name in own_parameter_names(module)
             if id(module) in users
         ]
-        named = [(owner, key if isinstance(key, str) else "") for owner, key in self.factors]
-        named += self.owners
+        named = [*self.factors, *self.owners]
         self.names = tuple(".".join(filter(None, (paths[id(x)], name))) for x, name in named)
+        own = [x.event_dims(n) if isinstance(x, Parametrized) else None for x, n in self.owners]
         #: None for parameters of other modules, such as nn.Linear, which have no batch shape.
-        self.event_dims: tuple[int | None, ...] = (
-            *(2 for _ in self.factors),
-            *(
-                x.event_dims(name) if isinstance(x, Parametrized) else None
-                for x, name in self.owners
-            ),
-        )
+        self.event_dims: tuple[int | None, ...] = (*(2 for _ in self.factors), *own)
 
     def parameters(self, t: Tensor) -> tuple[Tensor, ...]:
         """Return the parameters now.
 
         Raises:
-            RuntimeError: if a user's parameter was replaced by a parametrization, or a user's
+            RuntimeError: if a user's parameter was replaced by a parametrization, or its
                 regularizer has other parts or terms than at the start.
         """
         try:
@@ -82,11 +79,11 @@ class Evaluator:
 
         Numbers, and users' parameters without a batch shape, stay as they are.
         """
-        count = len(self.factors)
         found = [with_rank(t, rank, 0)]
         for i, (x, dims) in enumerate(zip(parameters, self.event_dims, strict=True)):
-            alone = dims is None or x.dim() <= (0 if i < count else dims)
-            found.append(x if alone else with_rank(x, rank, dims or 0))
+            least = 0 if i < len(self.factors) else dims
+            stays = dims is None or x.dim() <= (least or 0)
+            found.append(x if stays else with_rank(x, rank, dims or 0))
         return found
 
     def validate(self, parameters: Sequence[Tensor]) -> None:
@@ -95,9 +92,8 @@ class Evaluator:
         Raises:
             ValueError: if one is not; the message names it.
         """
-        count = len(self.factors)
-        for (owner, key), value in zip(self.factors, parameters[:count], strict=True):
-            if isinstance(owner, Parametrized) and isinstance(key, str) and key:
+        for (owner, key), value in zip(self.factors, parameters, strict=False):
+            if owner is not None and key:
                 owner.check_value(key, value)
 
         def check() -> None:
@@ -109,9 +105,10 @@ class Evaluator:
 
     def batch_shapes(self, parameters: Sequence[Tensor]) -> dict[str, torch.Size]:
         """Return the batch shape of each parameter by name."""
-        pairs = zip(parameters, self.event_dims, strict=True)
-        shapes = [x.shape[: 0 if dims is None else max(x.dim() - dims, 0)] for x, dims in pairs]
-        return dict(zip(self.names, shapes, strict=True))
+        return {
+            name: x.shape[: 0 if dims is None else max(x.dim() - dims, 0)]
+            for name, x, dims in zip(self.names, parameters, self.event_dims, strict=True)
+        }
 
     def _with(self, parameters: Sequence[Tensor], function: Callable[[], Any]) -> Any:
         """Call a function that sees the last of these tensors as the users' parameters."""
@@ -119,7 +116,7 @@ class Evaluator:
         given = dict(zip(self.names[count:], parameters[count:], strict=True))
         return call_with(self.regularizer, given, function)
 
-    def bind(self, parameters: Sequence[Tensor], t: Tensor) -> Callable[[Inputs], Values]:
+    def bind(self, parameters: Sequence[Tensor], t: Tensor) -> Evaluate:
         """Return the function from inputs to values, at these parameters and this t."""
         values = [spread_batch(t), *parameters[: len(self.factors)]]
         weights, evaluate = self.composition.weigh(values), self.composition.evaluate
@@ -156,8 +153,7 @@ class Separable:
         constant = (self.w.sum(-1) + self.c)[..., None, None]
         rank_two = constant - self.w.unsqueeze(-1) - self.w.unsqueeze(-2)
         pairs = self.actions.unsqueeze(-1) & self.actions.unsqueeze(-2)
-        blocks = torch.diag_embed(self.curvature) + torch.where(pairs, rank_two, 0.0)
-        return Blocks(blocks, self.actions)
+        return Blocks(self.curvature.diag_embed() + torch.where(pairs, rank_two, 0.0), self.actions)
 
     def to_full(self) -> Full:
         return self.to_blocks().to_full()
@@ -178,11 +174,9 @@ class Blocks:
         return self
 
     def to_full(self) -> Full:
-        *batch, num_states, num_actions, _ = self.blocks.shape
-        states_last = self.blocks.movedim(-3, -1)
-        full = torch.diag_embed(states_last, dim1=-4, dim2=-2)  # (*batch, S, A, S, A)
-        count = num_states * num_actions
-        return Full(full.reshape(*batch, count, count), self.actions)
+        # (*batch, S, A, S, A)
+        full = torch.diag_embed(self.blocks.movedim(-3, -1), dim1=-4, dim2=-2)
+        return Full(full.flatten(-4, -3).flatten(-2), self.actions)
 
 
 @dataclass(frozen=True)
@@ -241,59 +235,46 @@ class Derivatives(NamedTuple):
 
 
 def derivatives(
-    mdp: LayeredMDP, regularizer: Regularizer, evaluate: Callable[[Inputs], Values], q: Tensor
+    mdp: LayeredMDP, regularizer: Regularizer, evaluate: Evaluate, q: Tensor
 ) -> Derivatives:
     """Compute gradient and Hessian at q, for plain tensors; the results carry no graph.
 
     Args:
-        evaluate: inputs -> values of psi_t, from `Evaluator.bind`.
+        evaluate: psi_t, from `Evaluator.bind`.
         q: `(*batch, S, A)`.
 
     Raises:
         ValueError: if a parameter has a larger batch than q.
     """
     with torch.enable_grad():
-        inputs = _leaves(regularizer.read(mdp, q.detach()))
+        inputs = {
+            key: x.detach().requires_grad_() for key, x in regularizer.read(mdp, q.detach()).items()
+        }
         values = evaluate(inputs)
-        _check_batch(inputs, values)
+        for key, x in inputs.items():  # otherwise the Hessians of a larger batch would add up
+            event, result = dims_of(key)
+            if values[key].shape != x.shape[: x.dim() - event + result]:
+                name = "per_state" if isinstance(key, int) else key
+                raise ValueError(
+                    f"regularizer: its {name} terms have shape {tuple(values[key].shape)} at an "
+                    f"argument of shape {tuple(x.shape)}; batched parameters need a batch of q"
+                )
         levels: list[tuple[Tensor, Hessian]] = []  # from fine to coarse
         bends: dict[Argument, Tensor] = {}
-        if values.scalars:
-            slope, separable, bends = _of_scalars(mdp, inputs.scalars, values.scalars)
+        scalars = {name: inputs[name] for name in regularizer.arguments}
+        if scalars:
+            slope, separable, bends = _of_scalars(mdp, scalars, values)
             levels.append((slope, separable))
-        if values.per_state:
-            levels.append(_of_states(mdp, inputs.per_state, values.per_state))
-        if values.joint:
-            levels.append(_of_joint(mdp, inputs.joint[0], values.joint[0]))
+        if 0 in inputs:
+            levels.append(_of_states(mdp, inputs, values))
+        if "joint" in inputs:
+            levels.append(_of_joint(mdp, inputs["joint"], values["joint"]))
     gradient, hessian = levels[0]
     for more, coarser in levels[1:]:
         gradient, hessian = gradient + more, combine(coarser, hessian)
-    arguments = {name: x.detach() for name, x in inputs.scalars.items()}
+    arguments = {name: x.detach() for name, x in scalars.items()}
     diagonals = [level.curvature for _, level in levels if not isinstance(level, Separable)]
     return Derivatives(arguments, gradient, hessian, bends, diagonals)
-
-
-def _check_batch(inputs: Inputs, values: Values) -> None:
-    """Refuse parameters and weights with a larger batch than q: their Hessians would add up."""
-    for name, x, value in (
-        *((name, x, values.scalars[name]) for name, x in inputs.scalars.items()),
-        *(("per_state", *pair) for pair in zip(inputs.per_state, values.per_state, strict=True)),
-        *(("joint", *pair) for pair in zip(inputs.joint, values.joint, strict=True)),
-    ):
-        reduced = {"per_state": 1, "joint": 2}.get(name, 0)
-        if value.shape != x.shape[: x.dim() - reduced]:
-            raise ValueError(
-                f"regularizer: its {name} terms have shape {tuple(value.shape)} at an argument of "
-                f"shape {tuple(x.shape)}; batched parameters need a batch of q"
-            )
-
-
-def _leaves(inputs: Inputs) -> Inputs:
-    return Inputs(
-        {name: x.detach().requires_grad_() for name, x in inputs.scalars.items()},
-        [x.detach().requires_grad_() for x in inputs.per_state],
-        [x.detach().requires_grad_() for x in inputs.joint],
-    )
 
 
 def _grad(
@@ -302,17 +283,17 @@ def _grad(
     """Return derivatives of the sum of the outputs, zero where there is no dependence."""
     varying = [y for y in outputs if y.requires_grad]
     if not varying:
-        return tuple(torch.zeros_like(x) for x in inputs)
-    ones = [torch.ones_like(y) for y in varying]
+        return tuple(map(torch.zeros_like, inputs))
+    ones = [*map(torch.ones_like, varying)]
     return torch.autograd.grad(varying, inputs, ones, materialize_grads=True, **options)
 
 
 def _of_scalars(
-    mdp: LayeredMDP, arguments: dict[Argument, Tensor], values: dict[Argument, Tensor]
+    mdp: LayeredMDP, arguments: dict[Argument, Tensor], values: dict[Key, Tensor]
 ) -> tuple[Tensor, Separable, dict[Argument, Tensor]]:
     """Return gradient, Hessian, and the second derivatives by argument."""
     names, xs = list(arguments), list(arguments.values())
-    slopes = _grad(list(values.values()), xs, create_graph=True)
+    slopes = _grad([values[name] for name in names], xs, create_graph=True)
     # The terms act entry by entry, so the derivative of the sum of slopes is the diagonal.
     bends = _grad(slopes, xs)
     pairs = zip(names, slopes, strict=True)
@@ -331,15 +312,14 @@ def _of_scalars(
 
 
 def _of_states(
-    mdp: LayeredMDP, states: list[Tensor], values: list[Tensor]
+    mdp: LayeredMDP, inputs: dict[Key, Tensor], values: dict[Key, Tensor]
 ) -> tuple[Tensor, Blocks]:
-    batch, pairs = states[0].shape[:-2], (mdp.num_states, mdp.num_actions)
-    gradient = states[0].new_zeros(*batch, *pairs)
-    blocks = states[0].new_zeros(*batch, *pairs, mdp.num_actions)
-    for (index, actions), x, value in zip(mdp.action_groups, states, values, strict=True):
-        (slope,) = _grad([value], [x], create_graph=True)
+    gradient = inputs[0].new_zeros(*inputs[0].shape[:-2], *mdp.actions.shape)
+    blocks = gradient.new_zeros(*gradient.shape, mdp.num_actions)
+    for i, (index, actions) in enumerate(mdp.action_groups):
+        (slope,) = _grad([values[i]], [inputs[i]], create_graph=True)
         gradient[..., index[:, None], actions] = slope.detach()
-        rows = [_grad([slope[..., i]], [x], retain_graph=True)[0] for i in range(x.shape[-1])]
+        rows = [_grad([row], [inputs[i]], retain_graph=True)[0] for row in slope.unbind(-1)]
         place = (index[:, None, None], actions[:, :, None], actions[:, None, :])
         blocks[..., *place] = torch.stack(rows, -2)
     return gradient, Blocks(blocks, mdp.actions)
@@ -347,11 +327,8 @@ def _of_states(
 
 def _of_joint(mdp: LayeredMDP, q: Tensor, value: Tensor) -> tuple[Tensor, Full]:
     (slope,) = _grad([value], [q], create_graph=True)
-    entries = slope.flatten(-2)
-    rows = [
-        _grad([entries[..., i]], [q], retain_graph=True)[0].flatten(-2)
-        for i in range(entries.shape[-1])
-    ]
+    entries = slope.flatten(-2).unbind(-1)
+    rows = [_grad([entry], [q], retain_graph=True)[0].flatten(-2) for entry in entries]
     exists = mdp.actions.flatten()
     matrix = torch.where(exists & exists.unsqueeze(-1), torch.stack(rows, -2), 0.0)
     return keep("pair", mdp, slope.detach(), 0.0), Full(matrix, mdp.actions)

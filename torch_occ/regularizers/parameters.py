@@ -1,10 +1,9 @@
-"""Parameters with one value per layer, per state or per pair.
+"""Parameters with domains, with one value per layer, state or pair, and modules that are fixed.
 
-    LogBarrier(beta=PerState(mdp, 1.0))        one beta per state, all of them 1 at first
-
-Such a parameter has the shape `(*batch, *event)`, where the event shape is `(L,)`, `(S,)` or
-`(S, A)`. Where weights are computed, every parameter, and t as well, has a shape that broadcasts
-against `(*batch, S, A)`, so that a batch is never mistaken for states or actions:
+A parameter has the shape `(*batch, *event)`. The event shape belongs to one problem: `()` for a
+scalar, `(S, A)` for one number per pair. The batch shape is that of the problems it is used with.
+Where weights are computed, every parameter, and t as well, has a shape that broadcasts against
+`(*batch, S, A)`, so that a batch is never mistaken for states or actions:
 
     ()                        a number
     (*batch, 1, 1)            one number per problem of a batch
@@ -42,31 +41,17 @@ class Place:
         sizes = {"layer": (len(self.layer_sizes),), "state": (states,)}
         return torch.Size(sizes.get(self.kind, (states, self.num_actions)))
 
-    @property
-    def layer_of(self) -> list[int]:
-        """The layer of every state."""
-        return [k for k, size in enumerate(self.layer_sizes) for _ in range(size)]
-
     def spread(self, x: Tensor) -> Tensor:
         """Return a parameter in the shape `(*batch, S, 1 or A)`."""
-        if self.kind == "pair":
-            return x
-        return (x[..., self.layer_of] if self.kind == "layer" else x)[..., None]
-
-    def collect(self, x: Tensor) -> Tensor:
-        """Return the parameter from its shape `(*batch, S, 1 or A)`."""
-        if self.kind == "pair":
-            return x
-        first = [self.layer_of.index(k) for k in range(len(self.layer_sizes))]
-        return x[..., 0][..., first] if self.kind == "layer" else x[..., 0]
+        if self.kind == "layer":
+            x = x[..., [k for k, size in enumerate(self.layer_sizes) for _ in range(size)]]
+        return x if self.kind == "pair" else x[..., None]
 
 
 class _Placed:
-    """The first value of a parameter with several entries; its place is known from the MDP.
+    """The first values of a parameter: a number, or a tensor that broadcasts to the shape.
 
-    Args:
-        mdp: gives the layers, states and actions, the number type and the device.
-        values: a number, or a tensor that broadcasts to `(*batch, *event)`.
+        LogBarrier(beta=PerState(mdp, 1.0))        one beta per state, all of them 1 at first
 
     Raises:
         ValueError: if the values do not broadcast to the event shape.
@@ -136,9 +121,6 @@ def with_rank(x: Tensor, rank: int, event_dims: int) -> Tensor:
 
 
 # -- Modules whose parameters declare their domains as class data, as in `torch.distributions` -----
-#
-# A parameter has the shape `(*batch, *event)`. The event shape belongs to one problem: `()` for a
-# scalar, `(S, A)` for one number per pair. The batch shape is that of the problems it is used with.
 
 #: torch.func.functional_call exchanges the parameters of a module for all threads.
 _LOCK = RLock()
@@ -178,9 +160,8 @@ Value = Tensor | float | PerLayer | PerState | PerPair
 class Parametrized(nn.Module):
     """A module that registers `nn.Parameter`s and checks them against `arg_constraints`.
 
-    Parameters are checked at construction and before every solve. A parameter is a scalar, or has
-    the batch shape of the problems it is used with. A parameter with more than one number per
-    problem declares its event dimensions, as in `torch.distributions`: for the shape
+    Parameters are checked at construction and before every solve. A parameter with more than one
+    number per problem declares its event dimensions, as in `torch.distributions`: for the shape
     `(*batch, S, A)` the constraint is `constraints.independent(constraints.positive, 2)`. For a
     parameter that is only set as an attribute, the first shape that is set is the event shape. A
     scalar parameter gets one value per layer, state or pair if it is given as `PerLayer`,
@@ -248,10 +229,10 @@ class Parametrized(nn.Module):
                     f"{mdp}; make the regularizer for it"
                 )
 
-    def batched(self) -> list[tuple[Tensor, torch.Size]]:
-        """Return all parameters that have a batch shape, with that shape; submodules included."""
-        own = [(p, p.shape[: p.dim() - dims]) for _, p, dims, _ in self._own_parameters()]
-        return [(p, batch) for p, batch in own if batch]
+    def batched(self) -> list[torch.Size]:
+        """Return the batch shapes of all parameters that have one; submodules included."""
+        shapes = [p.shape[: p.dim() - dims] for _, p, dims, _ in self._own_parameters()]
+        return [batch for batch in shapes if batch]
 
     def _own_parameters(self) -> Iterator[tuple[str, Tensor, int, Place | None]]:
         """Yield paths, parameters, event dimensions and places; submodules included."""
@@ -268,13 +249,11 @@ class Parametrized(nn.Module):
         They broadcast against `(*batch, S, A)`, or against `(*batch, S)` for one event dimension.
         Parameters that declare event dimensions have them already.
         """
-        found = {}
-        for path, p, dims, place in self._own_parameters():
-            if place is not None:
-                found[path] = fit(place.spread(p), event_dims)
-            elif p.dim() and not dims:
-                found[path] = fit(spread_batch(p), event_dims)
-        return found
+        return {
+            path: fit(spread_batch(p) if place is None else place.spread(p), event_dims)
+            for path, p, dims, place in self._own_parameters()
+            if place is not None or (p.dim() and not dims)
+        }
 
     def spread(self, name: str) -> Tensor:
         """Return an own parameter in a shape that broadcasts against `(*batch, S, A)`."""
@@ -296,9 +275,9 @@ class Parametrized(nn.Module):
 
     def check_value(self, name: str, value: Tensor) -> None:
         """Check a value of an own parameter that broadcasts against `(*batch, S, A)`."""
-        place, constraint = self._places.get(name), self.arg_constraints.get(name)
+        constraint = self.arg_constraints.get(name)
         if constraint is not None:
-            own = fit(value, 0) if place is None else place.collect(value)
+            own = value if name in self._places else fit(value, 0)
             _check(type(self).__name__, name, own.detach(), constraint)
 
 
@@ -314,9 +293,8 @@ def _check(owner: str, name: str, value: Tensor, constraint: constraints.Constra
 
 # -- Modules with a fixed structure: attributes that are set once, and lists that never change -----
 #
-# A step analyses its regularizer when it is made: which arguments it reads, and how its weights
-# depend on t and the parameters. It would ignore later changes of the structure, so they are
-# errors. The values of parameters may change at any time.
+# A step analyses its regularizer when it is made, and would ignore later changes of its structure.
+# So they are errors. The values of parameters may change at any time.
 
 
 class Frozen(nn.Module):

@@ -48,7 +48,7 @@ class PowerSchedule(Schedule):
     def forward(self, t: Tensor) -> Tensor:
         factors: list[Factor] = [TIME]
         row = self._weight.row(factors)
-        values = [t, *(getattr(self, str(factor.key)) for factor in factors[1:])]
+        values = [t, *(getattr(self, factor.key) for factor in factors[1:])]
         found: Tensor = row.at(values)
         return found.expand(t.shape) if found.dim() == 0 else found
 

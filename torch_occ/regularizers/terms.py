@@ -41,51 +41,42 @@ def marginal(name: Argument, mdp: LayeredMDP, q: Tensor) -> Tensor:
     Returns:
         `(*batch, S)` for `state`, `(*batch, S, A)` for the others; 1 where it does not exist.
     """
+    if name == "complement":
+        elsewhere = torch.cat([sum_of_others(layer) for layer in mdp.split(q.sum(-1), -1)], -1)
+        accurate = q @ mdp.other_actions + elsewhere.unsqueeze(-1)
+        # On Omega, `accurate` equals 1 - q. Take the value from `accurate`, which does not cancel,
+        # and the derivative from 1 - q.
+        found = accurate.detach() - (q - q.detach())
+    else:
+        found = _linear(name, mdp, q)
+    return keep(name, mdp, found, 1.0)
+
+
+def _linear(name: Argument, mdp: LayeredMDP, q: Tensor) -> Tensor:
     match name:
         case "pair":
-            found = q
+            return q
         case "rest":
-            found = q @ mdp.other_actions
+            return q @ mdp.other_actions
         case "state":
-            found = q.sum(-1)
+            return q.sum(-1)
         case "complement":
-            elsewhere = torch.cat([sum_of_others(layer) for layer in mdp.split(q.sum(-1), -1)], -1)
-            accurate = q @ mdp.other_actions + elsewhere.unsqueeze(-1)
-            # On Omega, `accurate` equals 1 - q. Take the value from `accurate`, which does not
-            # cancel, and the derivative from 1 - q.
-            found = accurate.detach() - (q - q.detach())
-    return keep(name, mdp, found, 1.0)
+            return -q
 
 
 def change(name: Argument, mdp: LayeredMDP, dq: Tensor) -> Tensor:
     """Return the change of the argument when q changes by dq; 0 where it does not exist."""
-    match name:
-        case "pair":
-            moved = dq
-        case "rest":
-            moved = dq @ mdp.other_actions
-        case "state":
-            moved = dq.sum(-1)
-        case "complement":
-            moved = -dq
-    return keep(name, mdp, moved, 0.0)
+    return keep(name, mdp, _linear(name, mdp, dq), 0.0)
 
 
 def pull_back(name: Argument, mdp: LayeredMDP, slope: Tensor) -> Tensor:
-    """Return the gradient in q `(*batch, S, A)` of scalar terms with this slope.
-
-    This is the adjoint of `change`.
-    """
+    """Return the gradient in q `(*batch, S, A)` of scalar terms: the adjoint of `change`."""
     slope = keep(name, mdp, slope, 0.0)
-    match name:
-        case "pair":
-            return slope
-        case "rest":
-            return keep("pair", mdp, slope @ mdp.other_actions, 0.0)
-        case "state":
-            return keep("pair", mdp, slope.unsqueeze(-1).expand(*slope.shape, mdp.num_actions), 0.0)
-        case "complement":
-            return -slope
+    if name == "state":
+        slope = slope.unsqueeze(-1).expand(*slope.shape, mdp.num_actions)
+    elif name in ("rest", "complement"):  # these maps are their own adjoints
+        slope = _linear(name, mdp, slope)
+    return keep("pair", mdp, slope, 0.0)
 
 
 def keep(name: Argument, mdp: LayeredMDP, x: Tensor, otherwise: float) -> Tensor:
@@ -112,7 +103,7 @@ class Power:
 
     code: ClassVar[int] = 0
 
-    p: float | str | Tensor
+    p: float | str
 
     @staticmethod
     def at(x: Tensor, p: Tensor | float) -> Tensor:
@@ -144,46 +135,32 @@ class Log:
 
 @dataclass(frozen=True)
 class Term:
-    """weight * parameter * function(argument), summed over states or pairs.
-
-    Args:
-        weight: a number. A tensor, computed from parameters, is allowed, too.
-        parameter: the name of a parameter of the regularizer, or None.
-    """
+    """weight * parameter * function(argument), summed over states or pairs."""
 
     argument: Argument
     function: Power | XLogX | Log
-    weight: float | Tensor
-    parameter: str | None = None
+    weight: float
+    parameter: str | None = None  # its name
 
 
 # -- Weights as data: a constant, times powers of parameters, times a power of t -------------------
 
 
 class Factor(NamedTuple):
-    """What a weight depends on: t, a parameter, or a tensor that a user's code computes."""
+    """What a weight depends on: t, a parameter, or a schedule as a function of t."""
 
     owner: Parametrized | None  # None for t
-    #: The name of a parameter, "" for a schedule as a function of t, or a weight or exponent in a
-    #: table: the attribute, and the number of the term.
-    key: str | tuple[str, int] = ""
+    key: str = ""  # the name of the parameter
 
     def read(self, t: Tensor) -> Tensor:
         """Return the value now, which broadcasts against `(*batch, S, A)`."""
-        owner, key = self.owner, self.key
+        t, owner = spread_batch(t), self.owner
         if owner is None:
-            return spread_batch(t)
-
-        def compute() -> Tensor:
-            if not key:
-                return owner(spread_batch(t))
-            term = owner.table()[key[1]]
-            return term.weight if key[0] == "weight" else term.function.p
-
+            return t
         with alone():
-            if isinstance(key, str) and key:
-                return owner.spread(key)
-            found: Tensor = call_with(owner, owner.spread_all(2), compute)
+            if self.key:
+                return owner.spread(self.key)
+            found: Tensor = call_with(owner, owner.spread_all(2), lambda: owner(t))
             return found
 
 

@@ -2,10 +2,9 @@
 
 beliefs     counts, epochs and confidence sets of learners that do not know the transitions
 kl_ucb      KL-UCB for known transitions: optimism by relative entropy
-multilayer  multi-layer UCBVI (simplified): losses of which an unknown part was changed
 projection  the Kullback-Leibler projection of UOB-REPS
 thompson    posterior sampling: Thompson sampling, and PSRL for unknown transitions
-ucbvi       UCBVI, EULER and StrongEuler: optimistic planning for unknown transitions
+ucbvi       UCBVI, EULER, StrongEuler, multi-layer UCBVI: optimism for unknown transitions
 unknown     FTRL over the occupancy measures of transitions that are learned
 uob_reps    UOB-REPS: mirror descent over a confidence set of transitions
 """
@@ -15,17 +14,15 @@ try:
 except ImportError as error:
     raise ImportError("torch_occ.rivals is compiled, and needs numba: pip install numba") from error
 
-from torch_occ.rivals.beliefs import Bonus as Bonus
 from torch_occ.rivals.beliefs import CountingLearner as CountingLearner
 from torch_occ.rivals.beliefs import Widths as Widths
 from torch_occ.rivals.beliefs import empirical_transitions as empirical_transitions
-from torch_occ.rivals.beliefs import upper_occupancy as upper_occupancy
 from torch_occ.rivals.kl_ucb import KLUCB as KLUCB
-from torch_occ.rivals.multilayer import MultiLayerUCBVI as MultiLayerUCBVI
 from torch_occ.rivals.thompson import PSRL as PSRL
 from torch_occ.rivals.thompson import Thompson as Thompson
 from torch_occ.rivals.ucbvi import EULER as EULER
 from torch_occ.rivals.ucbvi import UCBVI as UCBVI
+from torch_occ.rivals.ucbvi import MultiLayerUCBVI as MultiLayerUCBVI
 from torch_occ.rivals.ucbvi import StrongEuler as StrongEuler
 from torch_occ.rivals.unknown import UnknownFTRL as UnknownFTRL
 from torch_occ.rivals.uob_reps import UOBREPS as UOBREPS

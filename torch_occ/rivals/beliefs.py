@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,13 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ.engine.lanes import Shared, anywhere, lane, sqrt, where
-from torch_occ.engine.layout import PAIR, Floats, Ints, Model, inlined, kernel, routine
+from torch_occ.engine.lanes import anywhere, lane, sqrt, where
+from torch_occ.engine.layout import PAIR, Floats, Ints, Model, inlined, routine
 from torch_occ.engine.play import Game
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners import Learner
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.occupancy import policy_of
 
 Table = tuple[Tensor, ...]  # one tensor (*batch, S_k, A, S_{k+1}) per layer
 
@@ -37,7 +35,7 @@ def transition_shapes(mdp: LayeredMDP) -> list[torch.Size]:
 
 def num_transitions(mdp: LayeredMDP) -> int:
     """M, the number of entries of a table over transitions."""
-    return sum(shape.numel() for shape in transition_shapes(mdp))
+    return int(entries(mdp)[-1])
 
 
 def split_transitions(mdp: LayeredMDP, flat: Tensor) -> Table:
@@ -62,28 +60,26 @@ def entries(mdp: LayeredMDP) -> Ints:
 def empirical_transitions(
     mdp: LayeredMDP, counts: Sequence[Tensor], pseudo_count: float = 1.0
 ) -> Table:
-    """The empirical transitions of visit counts, with pseudo-counts.
+    """The empirical transitions of visit counts m, one tensor per layer of `mdp`'s layout.
 
         P(s' | s, a) = (m(s, a, s') + kappa / n) / (m(s, a) + kappa)
 
-    where n is the number of states of the next layer. With kappa > 0, the occupancy measures have
-    an interior. With kappa = 0, rows that were never seen are uniform.
-
-    Args:
-        mdp: the layout; its probabilities are not used.
-        counts: m, one tensor `(*batch, S_k, A, S_{k+1})` per layer.
-        pseudo_count: kappa, at least 0.
-
-    Returns:
-        One tensor `(*batch, S_k, A, S_{k+1})` per layer. Rows of pairs that do not exist are zero.
+    where kappa is the pseudo-count, and n the number of states of the next layer. With kappa > 0,
+    the occupancy measures have an interior. With kappa = 0, rows that were never seen are uniform.
+    Rows of pairs that do not exist are zero.
 
     Raises:
         ValueError: if a shape does not fit the layout, or if `pseudo_count` is negative.
     """
-    check_layers("counts", mdp, counts)
     check_pseudo_count(pseudo_count)
-    found = []
-    for m, mask in zip(counts, mdp.split(mdp.actions, 0), strict=True):
+    shapes, found = transition_shapes(mdp), []
+    if len(counts) != len(shapes):
+        given = f"{len(shapes)}, got {len(counts)}"
+        raise ValueError(f"counts: expected one tensor per layer, {given}")
+    for k, (m, mask) in enumerate(zip(counts, mdp.split(mdp.actions, 0), strict=True)):
+        if m.shape[-3:] != shapes[k]:
+            shape = ", ".join(map(str, shapes[k]))
+            raise ValueError(f"counts[{k}]: expected shape (*batch, {shape}), got {tuple(m.shape)}")
         n, total = m.shape[-1], m.sum(-1, keepdim=True) + pseudo_count
         rows = torch.where(total > 0, (m + pseudo_count / n) / total.clamp(min=1e-300), 1.0 / n)
         found.append(torch.where(mask.unsqueeze(-1), rows, 0.0))
@@ -96,71 +92,35 @@ def check_pseudo_count(value: float) -> None:
         raise ValueError(f"pseudo_count: expected a number of at least 0, got {value}")
 
 
-def check_layers(name: str, mdp: LayeredMDP, table: Sequence[Tensor]) -> None:
-    """Raise a ValueError unless a table over transitions fits the layout."""
-    shapes = transition_shapes(mdp)
-    if len(table) != len(shapes):
-        raise ValueError(f"{name}: expected one tensor per layer, {len(shapes)}, got {len(table)}")
-    for k, (layer, shape) in enumerate(zip(table, shapes, strict=True)):
-        if layer.shape[-3:] != shape:
-            raise ValueError(
-                f"{name}[{k}]: expected shape (*batch, {', '.join(map(str, shape))}), got "
-                f"{tuple(layer.shape)}"
-            )
-
-
-def check_pairs(name: str, mdp: LayeredMDP, table: Tensor) -> None:
-    """Raise a ValueError unless a table has one number per pair, `(*batch, S, A)`."""
-    if table.shape[-2:] != mdp.actions.shape:
-        shape = ", ".join(map(str, mdp.actions.shape))
-        raise ValueError(f"{name}: expected shape (*batch, {shape}), got {tuple(table.shape)}")
-
-
 # -- Confidence widths of the empirical transitions, and the bonuses that follow from them ---------
 
-
-class Source(NamedTuple):
-    """The constants of widths."""
-
-    c1: float
-    c2: float
-    fewer: tuple[int, int]  # m1 = m - fewer[0] and m2 = m - fewer[1], at least 1
-    variance: bool  # whether the root has P (1 - P) in place of P
-    two_sided: bool  # whether the union in iota is over 2 S A S' T, and not over S A T
-    failures: float | None  # some width fails with probability failures * delta; None: no proof
-
-
+#: The first five fields of `Widths`.
 SOURCES = {
-    # Jin, Huang and Luo (2021), eq. (8).
-    "jin_huang_luo": Source(2.0, 14 / 3, (0, 0), False, False, 4.0),
-    # Jin, Jin, Luo, Sra and Yu (2020), eq. (5).
-    "uob_reps": Source(2.0, 14 / 3, (1, 1), False, False, 4.0),
-    # Maurer and Pontil (2009), theorem 4, with a union bound over all s, a, s' and m <= T. Quoted
-    # from memory.
-    "bernstein": Source(math.sqrt(2.0), 7 / 3, (0, 1), True, True, 1.0),
-    # Constants that work; without any guarantee.
-    "practical": Source(1.0, 1.0, (0, 0), False, False, None),
+    "jin_huang_luo": (2.0, 14 / 3, 0, 1.0, False),  # Jin, Huang and Luo (2021), eq. (8)
+    "uob_reps": (2.0, 14 / 3, 1, 1.0, False),  # Jin, Jin, Luo, Sra and Yu (2020), eq. (5)
+    "practical": (1.0, 1.0, 0, 0.5, True),  # constants that work; without any guarantee
 }
 
 
-@dataclass(frozen=True)
-class Widths:
-    """Confidence widths of the empirical P with the constants of a source (`Widths.of`).
+class Widths(NamedTuple):
+    """Confidence widths B of the empirical P with the constants of a source (`Widths.of`).
 
-        B(s, a, s') = min{ 1, c1 sqrt(P(s' | s, a) iota / m1) + c2 iota / m2 }
+        B(s, a, s')  = min{ 1, c1 sqrt(P(s' | s, a) iota / n) + c2 iota / n },
+        bonus(s, a)  = share * range * min{ 1, share * sum_s' B(s, a, s') },
 
-    with denominators m1, m2 of m(s, a) or m(s, a) - 1. B is 1 for pairs that were never seen, and 0
-    where the next layer has one state, which is certain.
-
-    Args:
-        source: a row of `SOURCES`, or your own constants.
-        iota: one number per layer.
-        episodes: the number for which the widths hold; None if they promise nothing.
+    where n = max(1, m(s, a) - fewer), and range is L, or with `remaining` L - 1 - k: the largest
+    loss after layer k. B is 1 for pairs that were never seen, and 0 where the next layer has one
+    state. The bonus makes the values of the belief optimistic: |(P - P') V| is at most
+    (1/2) |P - P'|_1 times the range of V. The practical one is half of what this needs.
     """
 
-    source: Source
-    iota: tuple[float, ...]
-    episodes: int | None = None
+    c1: float
+    c2: float
+    fewer: int
+    share: float
+    remaining: bool
+    iota: float
+    episodes: int | None = None  # for which the widths hold; None if they promise nothing
 
     @classmethod
     def of(
@@ -168,17 +128,16 @@ class Widths:
     ) -> Widths:
         """The widths of a source, a key of `SOURCES`, for T episodes.
 
-        iota is ln(T S A / delta), with the number of existing pairs for S A; for "bernstein"
-        ln(2 S A S' T / delta), with S' the states of the next layer; and 1 for "practical".
+        iota is ln(T S A / delta), with the number of existing pairs for S A; 1 for "practical".
+        Some width fails with probability at most 4 delta.
 
         Raises:
             ValueError: if the name is unknown, or T or delta is missing or out of range.
         """
         if name not in SOURCES:
             raise ValueError(f"widths: expected one of {', '.join(SOURCES)}, got {name!r}")
-        source = SOURCES[name]
-        if source.failures is None:
-            return cls(source, (1.0,) * mdp.horizon)
+        if name == "practical":
+            return cls(*SOURCES[name], 1.0)
         if episodes is None or episodes < 1:
             raise ValueError(
                 f"episodes: the widths of {name} need the number of episodes, at least 1, got "
@@ -186,78 +145,8 @@ class Widths:
             )
         if delta is None or not 0 < delta < 1:
             raise ValueError(f"delta: the widths of {name} need a number in (0, 1), got {delta}")
-        base = math.log(episodes) + math.log(mdp.num_pairs) - math.log(delta)
-        sizes = (*mdp.layer_sizes[1:], 1)
-        iota = tuple(base + (math.log(2 * n) if source.two_sided else 0.0) for n in sizes)
-        return cls(source, iota, episodes)
-
-    def __call__(self, mdp: LayeredMDP, transitions: Sequence[Tensor], visits: Tensor) -> Table:
-        """B of the empirical `transitions`, shaped as they, and of `visits` `(*batch, S, A)`.
-
-        Raises:
-            ValueError: if a shape does not fit the layout.
-        """
-        check_layers("transitions", mdp, transitions)
-        check_pairs("visits", mdp, visits)
-        if len(self.iota) != mdp.horizon:
-            raise ValueError(
-                f"widths: were made for {len(self.iota)} layers, the MDP has {mdp.horizon}"
-            )
-        found, source = [], self.source
-        for P, m, iota in zip(transitions, mdp.split(visits, -2), self.iota, strict=True):
-            if P.shape[-1] == 1:
-                found.append(torch.zeros_like(P))
-                continue
-            m = m.unsqueeze(-1)
-            first, second = ((m - fewer).clamp(min=1) for fewer in source.fewer)
-            spread = P * (1 - P) if source.variance else P
-            B = source.c1 * (spread * iota / first).sqrt() + source.c2 * iota / second
-            # A source that subtracts from m says nothing about pairs with so few visits, unless
-            # its own denominator is max(1, m - 1).
-            least = 1 if source.variance else 0
-            found.append(torch.where(m > least, B.clamp(max=1.0), 1.0))
-        return tuple(found)
-
-
-@dataclass(frozen=True)
-class Bonus:
-    """What is subtracted from the loss, so that the values of the belief are optimistic.
-
-        bonus(s, a) = scale * range * min{ 1, share * sum_s' B(s, a, s') }
-
-    where range is L, or, with `remaining`, L - 1 - k: the largest loss after layer k. The defaults
-    are those of Jin, Huang and Luo (2021). |(P - P') V| is at most (1/2) |P - P'|_1 times the range
-    of V, so share = 1/2 and `remaining` keep the optimism; scale = 1/2 does not.
-    """
-
-    scale: float = 1.0
-    share: float = 1.0
-    remaining: bool = False
-
-    @classmethod
-    def practical(cls) -> Bonus:
-        """(1/2) (L - 1 - k) min{1, (1/2) sum B}."""
-        return cls(0.5, 0.5, True)
-
-    def __post_init__(self) -> None:
-        for name in ("scale", "share"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(
-                    f"{name}: expected a number of at least 0, got {getattr(self, name)}"
-                )
-
-    def __call__(self, mdp: LayeredMDP, widths: Sequence[Tensor]) -> Tensor:
-        """The bonus `(*batch, S, A)` for widths B, one tensor per layer; 0 on masked pairs.
-
-        Raises:
-            ValueError: if a shape does not fit the layout.
-        """
-        check_layers("widths", mdp, widths)
-        rows = []
-        for k, B in enumerate(widths):
-            reach = mdp.horizon - 1 - k if self.remaining else mdp.horizon
-            rows.append(self.scale * reach * (self.share * B.sum(-1)).clamp(max=1.0))
-        return torch.where(mdp.actions, torch.cat(rows, -2), 0.0)
+        iota = math.log(episodes) + math.log(mdp.num_pairs) - math.log(delta)
+        return cls(*SOURCES[name], iota, episodes)
 
 
 # -- Upper occupancy bounds (Comp-UOB): the largest probability of a state in a confidence set -----
@@ -327,52 +216,6 @@ def sort_states(f: Floats, order: Floats, first: int, stop: int) -> None:
         order[n] = float(s)
 
 
-@kernel
-def upper_bounds(model: Model, entry: Ints, reach: Reach, found: Floats) -> None:
-    """Write u of all states."""
-    for k in range(len(model.start) - 1):
-        for s in range(model.start[k], model.start[k + 1]):
-            found[s] = upper_bound(model, entry, reach, s, k)
-
-
-def upper_occupancy(
-    mdp: LayeredMDP, policy: Tensor, transitions: Sequence[Tensor], widths: Sequence[Tensor]
-) -> Tensor:
-    """u(s), the largest q(s) of a policy over all transitions in the confidence set.
-
-    For pairs, u(s, a) = pi(a | s) u(s).
-
-    Args:
-        mdp: the layout and the initial distribution; its transitions are not used.
-        policy: `(*batch, S, A)`.
-        transitions: the centre P of the set, one tensor `(*batch, S_k, A, S_{k+1})` per layer.
-        widths: B, one tensor of the same shape per layer.
-
-    Raises:
-        ValueError: if a shape does not fit the layout.
-    """
-    check_layers("transitions", mdp, transitions)
-    check_layers("widths", mdp, widths)
-    check_pairs("policy", mdp, policy)
-    least = [(P - B).clamp(min=0.0) for P, B in zip(transitions, widths, strict=True)]
-    most = [(P + B).clamp(max=1.0) for P, B in zip(transitions, widths, strict=True)]
-    room = torch.cat([(1 - low.sum(-1)).clamp(min=0.0).flatten(-2) for low in least], -1)
-    tables = (policy.flatten(-2), join_transitions(least), join_transitions(most), room)
-    batch = torch.broadcast_shapes(*(x.shape[:-1] for x in tables), mdp.initial.shape[:-1])
-    initial, *rows = (
-        x.detach().double().expand(*batch, -1).reshape(-1, x.shape[-1]).numpy()
-        for x in (mdp.initial, *tables)
-    )
-    start = np.array([0, *(here.stop for here in mdp.layer_slices)], np.int64)
-    exists, none = mdp.actions.flatten()[None].numpy(), np.zeros((0, 0))
-    found = np.zeros((len(initial), mdp.num_states))
-    for i, u in enumerate(found):
-        model = Model(mdp.num_actions, start, none, none, exists, initial[i].copy(), True)
-        own = Reach._make([*(x[i].copy() for x in rows), *np.zeros((2, len(u)))])
-        upper_bounds(model, entries(mdp), own, u)
-    return torch.from_numpy(found).to(mdp.dtype).reshape(*batch, -1)
-
-
 # -- Learners that count ---------------------------------------------------------------------------
 
 
@@ -399,7 +242,7 @@ class CountingLearner(Learner):
     """
 
     widths: Widths | None = None
-    bonus: Bonus | None = None
+    bonus = False
 
     def __init__(self, mdp: LayeredMDP, pseudo_count: float = 1.0) -> None:
         super().__init__(mdp.blind())
@@ -417,31 +260,23 @@ class CountingLearner(Learner):
             "epochs": pairs.new_ones(num_seeds),
             "epoch_start": pairs.new_ones(num_seeds),
         }
-        if self.widths is not None:
-            found = self.widths(self.mdp, self.transitions(), self.state["epoch_visits"])
+        if self.widths is not None:  # everything is possible, if there is more than one state
+            shapes = transition_shapes(self.mdp)
+            found = [counts.new_full((num_seeds, *s), float(s[-1] > 1)) for s in shapes]
             self.state["widths"] = join_transitions(found)
 
     def transitions(self) -> Table:
         """The empirical transitions of the epoch, one tensor `(N, S_k, A, S_{k+1})` per layer."""
         return split_transitions(self.mdp, self.state["belief"])
 
-    def counted(self) -> Table:
-        """m(s, a, s') of all episodes so far, one tensor `(N, S_k, A, S_{k+1})` per layer."""
-        return split_transitions(self.mdp, self.state["counts"])
-
-    def confidence(self) -> Table:
-        """The widths B of the epoch, one tensor `(N, S_k, A, S_{k+1})` per layer.
-
-        Raises:
-            ValueError: if the learner has no widths.
-        """
-        if self.widths is None:
-            raise ValueError("widths: this learner was made without confidence widths")
-        return split_transitions(self.mdp, self.state["widths"])
-
     def settings(self) -> dict[str, Any]:
-        found = {"confidence": Confidence.of(self), "entry": entries(self.mdp)}
-        return found | {"begun": np.zeros(1)}
+        widths = self.widths or Widths.of("practical", self.mdp)
+        bounded = self.widths is not None
+        return {
+            "confidence": Confidence(self.pseudo_count, bounded, self.bonus, *widths[:6]),
+            "entry": entries(self.mdp),
+            "begun": np.zeros(1),
+        } | {name: np.zeros(num_transitions(self.mdp)) for name in ("widths", "lower", "upper")}
 
     def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
         self.record(t, feedback)
@@ -474,35 +309,6 @@ class CountingLearner(Learner):
             state["epoch_start"] = torch.where(new, float(t + 1), state["epoch_start"])
         return new
 
-    @torch.no_grad()
-    def monitor(self, mdp: LayeredMDP, q: Tensor) -> dict[str, float]:
-        """How far the belief is from the truth; means over seeds, without the last layer.
-
-        Returns:
-            By name: `epochs`; `l1_error`, the mean over pairs of |P - P_i|_1; `l1_error_played`,
-            the same mean weighted by q. With widths also `coverage`, the share of seeds for which
-            the confidence set holds the true transitions; `bonus`, its mean over pairs, if there is
-            one; `upper_bound`, the mean over states of the upper occupancy bound u(s), and
-            `occupancy`, that of q(s).
-        """
-        state, pairs = self.state, zip(self.transitions(), mdp.to_dense().transitions, strict=True)
-        errors = [(p - P).abs() for p, P in pairs]
-        found = {"epochs": float(state["epochs"].mean())}
-        l1 = torch.cat([error.sum(-1) for error in errors], -2)  # (N, S, A)
-        inner = mdp.actions & (mdp.layer < mdp.horizon - 1).unsqueeze(-1)
-        if bool(inner.any()):
-            found["l1_error"] = float(l1[:, inner].mean())
-            found["l1_error_played"] = float((q * l1).sum((-2, -1)).mean()) / (mdp.horizon - 1)
-        if self.widths is not None:
-            outside = join_transitions(errors) > state["widths"] + 1e-12
-            found["coverage"] = float((~outside.any(1)).double().mean())
-            if "bonus" in state:
-                found["bonus"] = float(state["bonus"][:, mdp.actions].mean())
-            policy = policy_of(mdp, q)
-            u = upper_occupancy(self.mdp, policy, self.transitions(), self.confidence())
-            found["upper_bound"], found["occupancy"] = float(u.mean()), float(q.sum(-1).mean())
-        return found
-
     def _empirical(self, counts: Tensor) -> Tensor:
         layers = split_transitions(self.mdp, counts)
         return join_transitions(empirical_transitions(self.mdp, layers, self.pseudo_count))
@@ -511,8 +317,8 @@ class CountingLearner(Learner):
 class PlanningLearner(Learner):
     """Base class of learners that plan with averages; it knows only the layout of the MDP.
 
-    Its state, for N seeds: `visits` and `losses` `(N, S, A)`, the number of visits of each pair and
-    the sum of its losses; `counts` `(N, M)`, the visits by next state, flat.
+    Its state, for N seeds: `visits` and `losses` `(N, S, A)`, sums over the visits of each pair;
+    `counts` `(N, M)`, the visits by next state, flat.
     """
 
     def __init__(self, mdp: LayeredMDP) -> None:
@@ -531,30 +337,17 @@ class PlanningLearner(Learner):
 
 
 class Confidence(NamedTuple):
-    """The settings of `Widths` and `Bonus`."""
+    """The settings of a `CountingLearner` and of its `Widths`."""
 
     pseudo_count: float
     bounded: bool  # whether there are widths; if not, the settings below are not used
+    bonus: bool  # whether there is one
     c1: float
     c2: float
-    fewer: Shared  # (2,), subtracted from the visits in the denominators
-    variance: bool
-    iota: Shared  # (L,)
-    scale: float  # of the bonus; 0 if there is none
+    fewer: float
     share: float
     remaining: bool
-
-    @classmethod
-    def of(cls, learner: CountingLearner) -> Confidence:
-        found = learner.widths or Widths.of("practical", learner.mdp)
-        own, charged = found.source, learner.bonus or Bonus(scale=0.0)
-        return cls(
-            float(learner.pseudo_count),
-            learner.widths is not None,
-            *(own.c1, own.c2, np.array(own.fewer, dtype=np.float64), own.variance),
-            np.array(found.iota),
-            *(float(charged.scale), float(charged.share), charged.remaining),
-        )
+    iota: float
 
 
 @routine(inline=True)
@@ -590,29 +383,24 @@ def count_episode(game: Game, t: int, learner: Any) -> bool:
 @routine(inline=True)
 def begin_epochs(model: Model, episode: int, learner: Any) -> None:
     """Begin epochs where `begun` is 1: the empirical transitions, their widths and bounds."""
-    start, num_actions, entry = model.start, model.num_actions, learner.entry
-    settings, new = learner.confidence, learner.begun[0] > 0.0
-    kappa, fewer = settings.pseudo_count, settings.fewer
+    settings, entry, new = learner.confidence, learner.entry, learner.begun[0] > 0.0
+    kappa, iota = settings.pseudo_count, settings.iota
     learner.epochs[0] += learner.begun[0]
     learner.epoch_start[0] = where(new, float(episode), learner.epoch_start[0])
-    for k in range(len(start) - 1):
-        iota = settings.iota[k]
-        for i in range(start[k] * num_actions, start[k + 1] * num_actions):
-            m = where(new, learner.visits[i], learner.epoch_visits[i])
-            first, least, width = m - fewer[0], m - fewer[1], entry[i + 1] - entry[i]
-            learner.epoch_visits[i] = m
-            if not model.exists[PAIR, i]:
-                continue
-            for e in range(entry[i], entry[i + 1]):
-                p = (learner.counts[e] + kappa / width) / (m + kappa)
-                p = where(new, where(m + kappa > 0.0, p, 1.0 / width), learner.belief[e])
-                learner.belief[e] = p
-                if settings.bounded and width > 1:
-                    spread = p * (1.0 - p) if settings.variance else p
-                    B = settings.c1 * sqrt(spread * iota / max(first, 1.0))
-                    B = min(1.0, B + settings.c2 * iota / max(least, 1.0))
-                    B = where(m > (1.0 if settings.variance else 0.0), B, 1.0)
-                    learner.widths[e] = where(new, B, learner.widths[e])
+    for i in range(len(learner.visits)):
+        m = where(new, learner.visits[i], learner.epoch_visits[i])
+        n, width = max(m - settings.fewer, 1.0), entry[i + 1] - entry[i]
+        learner.epoch_visits[i] = m
+        if not model.exists[PAIR, i]:
+            continue
+        for e in range(entry[i], entry[i + 1]):
+            p = (learner.counts[e] + kappa / width) / (m + kappa)
+            p = where(new, where(m + kappa > 0.0, p, 1.0 / width), learner.belief[e])
+            learner.belief[e] = p
+            if settings.bounded and width > 1:
+                B = min(1.0, settings.c1 * sqrt(p * iota / n) + settings.c2 * iota / n)
+                B = where(m > 0.0, B, 1.0)
+                learner.widths[e] = where(new, B, learner.widths[e])
     if settings.bounded:
         bound_transitions(model, learner)
 

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torch_occ._support import constants
-from torch_occ.engine.lanes import anywhere, exp, lane, lanes_of, log, sqrt, where
+from torch_occ.engine.lanes import anywhere, exp, log, sqrt, where
 from torch_occ.engine.layout import PAIR, Floats, Ints, Model, finite, routine
 
 # Rows of `Scratch.pairs`.
@@ -56,8 +56,7 @@ MOVE = 8  # dv; the pull y on the way forward
 FALL = 9  # exp(least v of the layer - v)
 ROOT = 10  # the root of Lambda
 REST = 11  # what is left of the force
-INFLOW = 12
-STATE_ROWS = 13
+STATE_ROWS = 12
 
 # Rows of `Scratch.rows`.
 P = 0  # the transitions
@@ -112,11 +111,9 @@ def fit_row(reference: Reference, i: int, after: int, least: Any, scratch: Scrat
     """
     p, states, lower, upper = scratch.rows, scratch.states, reference.lower, reference.upper
     first, stop = reference.entry[i], reference.entry[i + 1]
-    total, inside, lost = 0.0, True, False
+    total, inside = 0.0, True
     for e in range(first, stop):
-        possible = upper[e] > 0.0
-        z = where(possible, reference.rows[e] * states[FALL, after + e - first], 0.0)
-        lost = lost | (possible & (z < _SMALLEST))
+        z = where(upper[e] > 0.0, reference.rows[e] * states[FALL, after + e - first], 0.0)
         p[FREE, e] = z  # until c is known
         total += z
     for e in range(first, stop):
@@ -129,10 +126,6 @@ def fit_row(reference: Reference, i: int, after: int, least: Any, scratch: Scrat
     else:
         for e in range(first, stop):
             p[FREE, e] = p[P, e]
-    if anywhere(lost):
-        for n in range(lanes_of(p)):
-            if lane(lost, n):
-                fit_in_logs(lane(reference, n), i, after, lane(scratch, n))
 
 
 @routine
@@ -186,51 +179,6 @@ def narrow(reference: Reference, first: int, stop: int, scratch: Scratch) -> tup
             low = where(between & (total < 1.0), middle, low)
             high = where(between & (not (total < 1.0)), middle, high)
     return low, high
-
-
-@routine
-def fit_in_logs(reference: Reference, i: int, after: int, scratch: Scratch) -> None:
-    """`fit_row` of one lane in which some z underflows: breakpoints are those of log c."""
-    p, lower, upper = scratch.rows, reference.lower, reference.upper
-    first, stop = reference.entry[i], reference.entry[i + 1]
-    low, high, least = -np.inf, np.inf, 0.0
-    for e in range(first, stop):
-        score = np.log(reference.rows[e]) - scratch.states[VALUE, after + e - first]
-        p[FREE, e] = score if upper[e] > 0.0 else -np.inf
-        least += lower[e]
-    if least >= 1.0:
-        high = -np.inf
-    for twice in range(2 * first, 2 * stop):
-        bound = lower[twice // 2] if twice % 2 == 0 else upper[twice // 2]
-        middle, total = np.log(bound) - p[FREE, twice // 2], 0.0
-        if low < middle < high:
-            for e in range(first, stop):
-                total += min(max(np.exp(middle + p[FREE, e]), lower[e]), upper[e])
-            low, high = (middle, high) if total < 1.0 else (low, middle)
-    rest, most, total, cost = 1.0, -np.inf, 0.0, 0.0
-    for e in range(first, stop):
-        score, bound = p[FREE, e], -1.0  # free
-        if upper[e] <= 0.0 or np.log(lower[e]) - score >= high:
-            bound = lower[e]
-        elif np.log(upper[e]) - score <= low:
-            bound = upper[e]
-        else:
-            most = max(most, score)
-        p[P, e] = bound
-        if bound > 0.0:
-            cost += bound * (np.log(bound) - score)
-        rest -= max(bound, 0.0)
-    rest = max(rest, _SMALLEST)
-    for e in range(first, stop):
-        total += np.exp(p[FREE, e] - most) if p[P, e] < 0.0 else 0.0
-    for e in range(first, stop):
-        free = p[P, e] < 0.0
-        share = rest * np.exp(p[FREE, e] - most) / total
-        p[FREE, e] = min(max(share, lower[e]), upper[e]) if free else 0.0
-        p[P, e] = p[FREE, e] if free else p[P, e]
-    if total > 0.0:
-        cost += rest * (np.log(rest / total) - most)
-    scratch.pairs[POLICY, i] = cost
 
 
 # -- The pass backward and the pass forward through the layers -------------------------------------
@@ -289,26 +237,6 @@ def pass_forward(model: Model, reference: Reference, scratch: Scratch) -> Any:
         states[OFF, s] = log(states[OCCUPANCY, s]) - states[TRIAL, s]
         dual -= exp(states[TRIAL, s])
     return dual
-
-
-@routine
-def flow_mismatch(model: Model, reference: Reference, scratch: Scratch) -> Any:
-    """The largest |q(s) - inflow(s)| / q(s) of q and the rows in the scratch memory."""
-    start, num_actions, entry = model.start, model.num_actions, reference.entry
-    states, q, depth, worst = scratch.states, scratch.pairs, len(model.start) - 1, 0.0
-    for s in range(start[depth]):
-        states[INFLOW, s] = model.initial[s] if s < start[1] else 0.0
-    for k in range(depth):
-        for s in range(start[k], start[k + 1]):
-            mass = 0.0
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                mass += q[FOUND, i]
-                if k + 1 < depth and model.exists[PAIR, i]:
-                    for e in range(entry[i], entry[i + 1]):
-                        there = start[k + 1] + e - entry[i]
-                        states[INFLOW, there] += q[FOUND, i] * scratch.rows[P, e]
-            worst = greatest(worst, (mass - states[INFLOW, s]) / mass)
-    return worst
 
 
 @routine(inline=True)
@@ -473,26 +401,28 @@ def invert_block(matrix: Floats, first: int, size: int) -> None:
 
 
 @routine
-def project(
-    model: Model,
-    reference: Reference,
-    loss: Floats,  # (S * A,)
-    rate: Any,
-    tolerance: float,
-    max_steps: int,
-    scratch: Scratch,
-) -> tuple[Any, Any, Any, Any]:
-    """Write the projection into rows FOUND and P; return status, steps, flow and dual residual."""
-    start_from(model, reference.q, loss, rate, scratch)
-    status, steps = maximize(model, reference, tolerance, max_steps, scratch)
-    states, pairs, dual = scratch.states, scratch.pairs, 0.0
-    for i in range(len(reference.q)):
-        pairs[FOUND, i] = 0.0
-        if model.exists[PAIR, i]:
-            pairs[FOUND, i] = states[OCCUPANCY, i // model.num_actions] * pairs[POLICY, i]
-    for s in range(model.start[-1]):
-        dual = greatest(dual, states[OFF, s])
-    flow = flow_mismatch(model, reference, scratch)
+def project(model: Model, learner: Any) -> tuple[Any, Any, Any, Any]:
+    """Write the projection into rows FOUND and P; return status, steps, flow and dual residual.
+
+    The flow residual is the largest |sum of q - 1| of a layer: q follows its own rows forward, so
+    all that can be wrong is that a row does not sum to one.
+    """
+    start, scratch, tolerance = model.start, learner.scratch, learner.tolerance
+    q, rows, lower, upper = learner.q, learner.rows, learner.lower, learner.upper
+    reference = Reference(q, rows, lower, upper, learner.entry)
+    start_from(model, q, learner.estimate, learner.learning_rate, scratch)
+    status, steps = maximize(model, reference, tolerance, learner.max_steps, scratch)
+    states, pairs, flow, dual = scratch.states, scratch.pairs, 0.0, 0.0
+    for k in range(len(start) - 1):
+        total = 0.0
+        for s in range(start[k], start[k + 1]):
+            dual = greatest(dual, states[OFF, s])
+            for i in range(s * model.num_actions, (s + 1) * model.num_actions):
+                pairs[FOUND, i] = 0.0
+                if model.exists[PAIR, i]:
+                    pairs[FOUND, i] = states[OCCUPANCY, s] * pairs[POLICY, i]
+                    total += pairs[FOUND, i]
+        flow = greatest(flow, total - 1.0)
     certified = (status == float(constants.STALLED)) & (dual <= tolerance) & (flow <= tolerance)
     return where(certified, float(constants.CONVERGED), status), steps, flow, dual
 

@@ -33,8 +33,7 @@ class Thompson(Learner):
     The mean of a pair with N observations is drawn from Beta(1 + sum of losses,
     1 + N - sum of losses): the posterior of Bernoulli losses under a uniform prior (Thompson,
     1933). For L = 1 it attains the limit of regret (Kaufmann, Korda and Munos, 2012). Losses in
-    [0, 1] that are not 0 or 1 are treated as if they were; then there is no guarantee. `PSRL` does
-    the same with unknown transitions.
+    [0, 1] that are not 0 or 1 are treated as if they were; then there is no guarantee.
     """
 
     compiled = CompiledThompson

@@ -1,38 +1,32 @@
-"""UCBVI, EULER and StrongEuler: optimistic planning with averages, for unknown transitions.
+"""UCBVI, EULER, StrongEuler and multi-layer UCBVI: optimistic planning for unknown transitions.
 
 A planner knows averages: the visits N of every pair, its average loss, and the shares in which the
 states of the next layer followed it. For layer k, with values V of layer k + 1,
 
-    Q_lower = max(floor, average loss + P V_lower - b),   V_lower(s) = min_a Q_lower(s, a)
+    Q_lower = max(0, average loss + P V_lower - b),       V_lower(s) = min_a Q_lower(s, a)
     Q_upper = min(L - k, average loss + P V_upper + b),   V_upper(s) = Q_upper at the action played
 
 where P are the shares and b >= 0 is a bonus. The policy plays an action of smallest Q_lower.
-Losses are in [0, 1], so a value of layer k lies in [0, L - k]. A pair without visits has the bounds
-`floor` and L - k.
+Losses are in [0, 1], so a value of layer k lies in [0, L - k], the bounds of pairs without visits.
 
 The bonuses, with n the number of states of the next layer, H = L - 1 - k the largest value there,
 `log` the logarithm of a confidence level, |.| the norm in L2 of the next state:
 
-- UCBVI_HOEFFDING: 7 L log / sqrt(N), as printed for UCBVI-CH (Azar, Osband and Munos, 2017). It was
-  derived for known losses, and also covers averages of losses in [0, 1].
-- SHARP_HOEFFDING: (L - k) sqrt(log / (2 N)), Hoeffding's inequality for loss + V*(s'). This sum is
-  in [0, L - k], and its samples are independent, since V* is fixed. If V_lower <= V* holds in the
-  next layer, then average loss + P V_lower - b <= Q* holds in this one.
+- UCBVI_HOEFFDING: 7 L log / sqrt(N), as printed for UCBVI-CH (Azar, Osband and Munos, 2017) for
+  known losses; it also covers averages of losses in [0, 1].
+- SHARP_HOEFFDING: (L - k) sqrt(log / (2 N)), Hoeffding's inequality for loss + V*(s'), which is in
+  [0, L - k]. If V_lower <= V* in the next layer, then average loss + P V_lower - b <= Q* here.
 - Both plus min(1, C / (2 N)) for losses that were changed: C is twice the sum over episodes and
-  layers of the largest change (`occ.Corrupted`), so an average of N losses has moved by at most
-  C / (2 N).
+  layers of the largest change (`occ.Corrupted`), so an average has moved by at most C / (2 N).
 - The others contain the empirical Bernstein bound of Maurer and Pontil (2009) for the average loss,
   sqrt(2 v log / (N - 1)) + 7 log / (3 (N - 1)) with v = average (1 - average), which is at least
   the empirical variance of losses in [0, 1]. They are infinite for N = 1.
 - UCBVI_BERNSTEIN, UCBVI-BF as printed: sqrt(8 log Var(V) / N) + 14 L log / (3 N) +
-  sqrt(8 / N sum_y P(y) min(100^2 L^3 S^2 A log^2 / N(y), L^2)). The last term is left out in the
-  last layer, whose next state is certain. The print assumes known losses.
+  sqrt(8 / N sum_y P(y) min(100^2 L^3 S^2 A log^2 / N(y), L^2)), not in the last layer.
 - EULER_BONUS, a bound of |(P - P_true) V*| that uses V_lower <= V* <= V_upper, zero where n = 1:
-  sqrt(2 log / (N - 1)) (sd(V_lower) + |V_upper - V_lower|) + 7 H log / (3 (N - 1)). It holds since
-  the standard deviation of V* is at most that of V_lower plus |V* - V_lower|.
+  sqrt(2 log / (N - 1)) (sd(V_lower) + |V_upper - V_lower|) + 7 H log / (3 (N - 1)).
 - STRONG_BONUS, in addition a bound of |(P - P_true)(V* - V_lower)|:
-  sqrt(2 n log / (N - 1)) |V_upper - V_lower| + 7 n H log / (3 (N - 1)). With it, the surplus
-  Q_lower - loss - P_true V_lower of every pair is at most zero.
+  sqrt(2 n log / (N - 1)) |V_upper - V_lower| + 7 n H log / (3 (N - 1)).
 """
 
 from __future__ import annotations
@@ -44,14 +38,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_occ.engine.draws import episode_key, key_of, uniform
 from torch_occ.engine.lanes import Shared, anywhere, lane, sqrt, where
-from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Work, kernel, routine
+from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Work, routine
 from torch_occ.engine.learners import average, cheapest_pair, count_visit
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
+from torch_occ.game.learners import Learner
 from torch_occ.game.simulate import whole
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.rivals.beliefs import PlanningLearner, count_transitions, entries
-from torch_occ.step.arrays import model_of
+from torch_occ.rivals.beliefs import (
+    PlanningLearner,
+    count_transitions,
+    entries,
+    num_transitions,
+)
 
 UCBVI_HOEFFDING, UCBVI_BERNSTEIN, SHARP_HOEFFDING, EULER_BONUS, STRONG_BONUS = 0, 1, 2, 3, 4
 
@@ -67,10 +67,9 @@ class CompiledOptimist(NamedTuple):
     visits: PerPair
     losses: PerPair
     counts: Floats  # (M,)
-    lower: PerPair  # Q_lower; it is state if lower bounds never fall
+    lower: PerPair  # Q_lower
     bonus: int
     monotone: bool  # whether lower bounds never fall
-    floor: float
     corruption: float
     logs: Shared  # (n + 1,), the logarithm in the bonus
     entry: Ints
@@ -85,7 +84,9 @@ class CompiledOptimist(NamedTuple):
 @propose.register(CompiledOptimist)
 def _propose_optimistically(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     if t == 0:
-        prepare(learner)
+        average(learner, 0.0)
+        for i in range(len(learner.allowed)):
+            learner.allowed[i] = 1.0
     changed, log = (learner.corruption, 0.0), learner.logs[t + 1]
     plan_with_bounds(game.model, learner, learner, False, changed, log, learner)
 
@@ -97,22 +98,6 @@ def _observe_transitions(game: Game, t: int, tally: Tally, learner: Any, work: W
         for k in range(game.pairs.shape[1]):
             count_visit(own, game.pairs[n, k], game.losses[n, k])
         count_transitions(game, n, own.counts, own.entry)
-
-
-@routine(inline=True)
-def prepare(learner: Any) -> None:
-    """What follows from the state."""
-    average(learner, 0.0)
-    for i in range(len(learner.allowed)):
-        learner.allowed[i] = 1.0
-
-
-@kernel
-def plan_once(model: Model, learner: CompiledOptimist) -> None:
-    """Plan for one seed, with the first of its logarithms."""
-    prepare(learner)
-    changed, log = (learner.corruption, 0.0), learner.logs[0]
-    plan_with_bounds(model, learner, learner, False, changed, log, learner)
 
 
 @routine(inline=True)
@@ -193,7 +178,7 @@ def estimate(
                     b += sqrt(2.0 * size * each) * distance
                     b += 7.0 / 3.0 * size * (left - 1.0) * each
             b = where(n < 2.0, np.inf, b)
-    low = where(known, max(loss + lower - b, learner.floor), learner.floor)
+    low = where(known, max(loss + lower - b, 0.0), 0.0)
     return low, where(known, min(loss + upper + b, left), left)
 
 
@@ -217,20 +202,14 @@ def check_delta(algorithm: str, delta: float) -> float:
     return delta
 
 
-class Bounds(NamedTuple):
-    """The result of planning."""
-
-    policy: Tensor  # (N, S, A), deterministic
-    lower: Tensor  # (N, S, A), Q_lower, infinite on masked pairs
-    upper: Tensor  # (N, S, A), Q_upper, infinite on masked pairs
-    value: Tensor  # (N, S), V_lower
-
-
 class OptimisticLearner(PlanningLearner):
-    """Plays the policy of smallest lower bounds, planned before every episode."""
+    """Plays the policy of smallest lower bounds, planned before every episode.
 
-    #: The smallest lower bound, whether lower bounds never fall, and known changes of losses.
-    floor, monotone, corruption = 0.0, False, 0.0
+    Its state has, beyond that of `PlanningLearner`, `lower` `(N, S, A)`: Q_lower of the last plan.
+    """
+
+    #: Whether lower bounds never fall, and known changes of losses.
+    monotone, corruption = False, 0.0
     bonus: int
 
     def __init__(self, mdp: LayeredMDP, delta: float = 0.1) -> None:
@@ -239,8 +218,7 @@ class OptimisticLearner(PlanningLearner):
 
     def start(self, num_seeds: int) -> None:
         super().start(num_seeds)
-        if self.monotone:
-            self.state["lower"] = self._zeros(num_seeds)
+        self.state["lower"] = self._zeros(num_seeds)
 
     def log(self, t: Tensor) -> Tensor:
         """The logarithm in the bonus of episodes t, ln(2 S A t^2 / delta)."""
@@ -249,56 +227,27 @@ class OptimisticLearner(PlanningLearner):
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"logs": self.log}
 
-    def plan(self, t: int) -> Bounds:
-        """The lower and upper bounds before episode t, and the policy."""
-        mdp, model, state = self.mdp, model_of(self.mdp), self.state
-        log = self.log(torch.tensor([float(t)], dtype=torch.float64)).numpy()
-        sums = [state[name].flatten(1).numpy() for name in ("visits", "losses", "counts")]
-        least = state.get("lower", torch.zeros_like(state["visits"])).flatten(1).numpy().copy()
-        fixed = (self.bonus, self.monotone, float(self.floor), float(self.corruption), log)
-        count, pairs = least.shape
-        scratch, bounds = np.zeros((count, 3, pairs)), np.full((count, 2, pairs), np.inf)
-        values, choice = np.zeros((count, 3, mdp.num_states)), np.zeros((count, mdp.num_states))
-        for n in range(count):
-            own, found = [x[n] for x in (*sums, least)], (bounds[n], values[n], choice[n])
-            form = CompiledOptimist(  # type: ignore[call-arg]
-                *own, *fixed, entries(mdp), *scratch[n], *found
-            )
-            plan_once(model, form)
-        chosen = (choice[..., None] == np.arange(pairs)).any(1).astype(np.float64)
-        tables = torch.from_numpy(np.stack((chosen, bounds[:, LOWER], bounds[:, UPPER])))
-        policy, lower, upper = tables.view(3, *state["visits"].shape)
-        return Bounds(policy, lower, upper, torch.from_numpy(values[:, LOWER]))
-
 
 class UCBVI(OptimisticLearner):
     """Optimistic planning with averages (Azar, Osband and Munos, 2017), for stochastic losses.
 
     Bonuses, with the N visits of a pair before the episode:
 
-    - `"hoeffding"`, the default, UCBVI-CH as printed: 7 L ln(5 S A L T / delta) / sqrt(N). The
-      bonus exceeds every value until N is about (7 ln(...))^2, so it does not learn in fewer than
-      about a million episodes: at T = 10,000 it has more regret than the uniform policy
-      (docs/rivals.md). Take `"sharp"` to compare with.
+    - `"hoeffding"`, the default, UCBVI-CH as printed: 7 L ln(5 S A L T / delta) / sqrt(N). At
+      T = 10,000 it has more regret than the uniform policy (docs/rivals.md).
     - `"bernstein"`, UCBVI-BF as printed, plus a term for unknown losses.
-    - `"sharp"`: (L - k) sqrt(ln(2 S A t^2 / delta) / (2 N)) in layer k, Hoeffding's inequality for
-      the loss plus the optimal value of the next state. It is derived here, not printed: it gives
-      the same optimism as UCBVI-CH with about a fiftieth of the bonus. For L = 1 and floor = -inf
-      it is UCB1 with this logarithm.
+    - `"sharp"`: (L - k) sqrt(ln(2 S A t^2 / delta) / (2 N)) in layer k, derived here: the same
+      optimism as UCBVI-CH with about a fiftieth of the bonus.
 
-    With the first two, lower bounds never fall, as printed. With probability 1 - delta, the lower
-    bounds of `"hoeffding"` and `"bernstein"` (by their paper) and of `"sharp"` (by induction) are
-    below the optimal values in every episode up to T, if losses are independent and have the same
-    mean in every episode.
+    With the first two, lower bounds never fall, as printed. With probability 1 - delta, all lower
+    bounds are below the optimal values in every episode up to T, if losses are independent and have
+    the same mean in every episode.
 
     Args:
         episodes: T; `"hoeffding"` and `"bernstein"` need it, `"sharp"` does not.
-        corruption: C, for losses that were changed: twice the sum over episodes and layers of the
-            largest change, as `occ.Corrupted` counts it. The bonus grows by min(1, C / (2 N)),
-            which keeps the bounds valid, since an average of N losses moves by at most C / (2 N).
-            It must be known: a larger C costs regret in proportion, a smaller one may make regret
-            linear. Only for `"hoeffding"` and `"sharp"`.
-        floor: the smallest lower bound, at most 0; -inf for L = 1 only.
+        corruption: C, for losses that were changed, as `occ.Corrupted` counts it. The bonus grows
+            by min(1, C / (2 N)), which keeps the bounds valid. A larger C costs regret in
+            proportion, a smaller one may make regret linear. Not for `"bernstein"`.
 
     Raises:
         ValueError: if an argument is not valid, or not known to the bonus; if more episodes are
@@ -315,7 +264,6 @@ class UCBVI(OptimisticLearner):
         bonus: Kind = "hoeffding",
         delta: float = 0.1,
         corruption: float = 0.0,
-        floor: float = 0.0,
     ) -> None:
         if bonus not in get_args(Kind):
             raise ValueError(f"bonus: expected one of {', '.join(get_args(Kind))}, got {bonus!r}")
@@ -332,14 +280,9 @@ class UCBVI(OptimisticLearner):
                 "corruption: UCBVI with bonus='bernstein' estimates variances from the changed "
                 "losses, for which no bound is known here; use bonus='sharp' or 'hoeffding'"
             )
-        if not floor <= 0 or (math.isinf(floor) and mdp.horizon > 1):
-            raise ValueError(
-                "floor: expected a number of at most 0, finite if there is more than one layer, "
-                f"got {floor}"
-            )
         codes = (UCBVI_HOEFFDING, UCBVI_BERNSTEIN, SHARP_HOEFFDING)
         self.bonus = dict(zip(get_args(Kind), codes, strict=True))[bonus]
-        self.corruption, self.floor = corruption, floor
+        self.corruption = corruption
         self.max_episodes = None if bonus == "sharp" else episodes
         self.monotone = bonus != "sharp"
 
@@ -353,11 +296,10 @@ class UCBVI(OptimisticLearner):
 class EULER(OptimisticLearner):
     """Optimistic planning with empirical variances (after Zanette and Brunskill, 2019).
 
-    The bonus has empirical Bernstein bounds for the losses and for the optimal value of the next
-    state, with the logarithm ln(2 S A t^2 / delta). It has the form of the paper; the constants are
-    derived here from the inequality of Maurer and Pontil (2009), because the printed ones could not
-    be looked up. Four bounds per pair and number of visits must hold, so the lower and upper bounds
-    hold in every episode with probability at least 1 - 7 delta.
+    The bonus has the form of the paper, with the logarithm ln(2 S A t^2 / delta); the constants are
+    derived here from the inequality of Maurer and Pontil (2009). Four bounds per pair and number of
+    visits must hold, so the lower and upper bounds hold in every episode with probability at least
+    1 - 7 delta.
 
     Raises:
         ValueError: if `delta` is not in (0, 1).
@@ -370,10 +312,9 @@ class EULER(OptimisticLearner):
 class StrongEuler(OptimisticLearner):
     """EULER with strong optimism (after Simchowitz and Jamieson, 2019).
 
-    With its bonus, not only the lower bounds are optimistic: no pair has a positive surplus
-    Q_lower - loss - P V_lower, on which the analysis with gaps rests. The constants are derived
-    here as those of `EULER`. With n states in the next layer, the bounds hold in every episode with
-    probability at least 1 - (7 + 3.3 n) delta.
+    No pair has a positive surplus Q_lower - loss - P V_lower, on which the analysis with gaps
+    rests. The constants are derived here as those of `EULER`. With n states in the next layer, the
+    bounds hold in every episode with probability at least 1 - (7 + 3.3 n) delta.
 
     Raises:
         ValueError: if `delta` is not in (0, 1).
@@ -381,3 +322,196 @@ class StrongEuler(OptimisticLearner):
 
     compiled = CompiledOptimist
     bonus = STRONG_BONUS
+
+
+# -- losses of which an unknown part was changed --------------------------------------------------
+
+
+class Averages(NamedTuple):
+    """Sums of observations, and what follows from them."""
+
+    visits: Floats  # (S * A,)
+    losses: Floats  # (S * A,)
+    counts: Floats  # (M,)
+    mean: Floats  # (S * A,)
+    root: Floats  # (S * A,)
+
+
+class CompiledLayers(NamedTuple):
+    """`MultiLayerUCBVI`; the first layer is the fastest."""
+
+    visits: PerPair  # (R, S * A)
+    losses: PerPair  # (R, S * A)
+    counts: Floats  # (R, M)
+    possible: PerPair  # (R, S * A), 1 where the layer found the action possible at its last turn
+    seeds: Any
+    bonus: int
+    monotone: bool
+    logarithm: float
+    corruption: float
+    entry: Ints
+    own: Averages  # the data of the layer that plays
+    together: Averages  # the data of all layers
+    layer: Floats  # (1,), the layer that plays
+    lower: PerPair
+    allowed: PerPair
+    bounds: Annotated[Floats, 2, "pairs"]
+    values: Annotated[Floats, 3, "states"]
+    choice: PerState
+
+
+class MultiLayerUCBVI(Learner):
+    """Multi-layer UCBVI, simplified (after Lykouris, Simchowitz, Slivkins and Sun, 2021).
+
+    The losses are stochastic, but an adversary has changed some of them, by an unknown amount C
+    (`occ.Corrupted`). There are R = ceil(log2 T) copies of UCBVI, called layers; layer r is robust
+    to C = 2^r. An episode belongs to layer r with probability 2^-r (the rest to layer 1). A layer
+    has the tightest bounds of two kinds of data, with the bonus of `UCBVI(bonus="sharp")` plus
+
+    - min(1, (ln(2 L R / delta) + 3) / N) for its own episodes, which are so few that they contain
+      at most that many changes per pair if C <= 2^r, with high probability;
+    - min(1, 2^r / (2 N)) for the episodes of all layers.
+
+    The slow layers supervise the fast ones: a layer plays the smallest lower bound among the
+    actions that every slower layer found possible at its last turn (if they leave none, the slowest
+    ones count). It finds those possible whose lower bound is at most the smallest upper bound.
+
+    What is simplified: the paper passes control to slower layers within an episode, its bonuses are
+    larger, and it also covers changed transitions. Its guarantee does not carry over. What holds
+    here, with probability 1 - delta: no layer with 2^r >= C excludes an optimal action.
+
+    Raises:
+        TypeError: if `episodes` is no whole number.
+        ValueError: if `episodes` or `delta` is not valid.
+    """
+
+    compiled = CompiledLayers
+    bonus, monotone = SHARP_HOEFFDING, False
+
+    def __init__(self, mdp: LayeredMDP, episodes: int, delta: float = 0.1) -> None:
+        super().__init__(mdp.blind())
+        self.max_episodes = needed_episodes(
+            "MultiLayerUCBVI", episodes, "which decides the number of its layers"
+        )
+        self.delta = check_delta("MultiLayerUCBVI", delta)
+
+    @property
+    def layers(self) -> int:
+        """R, the number of layers."""
+        assert self.max_episodes is not None
+        return max(1, math.ceil(math.log2(self.max_episodes)))
+
+    @property
+    def logarithm(self) -> float:
+        """The logarithm in the bonus, ln(4 S A (R + 1) T / delta): a union over data and visits."""
+        assert self.max_episodes is not None
+        return math.log(4 * self.mdp.num_pairs * (self.layers + 1) * self.max_episodes / self.delta)
+
+    @property
+    def corruption(self) -> float:
+        """Twice the changes that a slow layer sees, as `UCBVI` counts them."""
+        return 2 * (math.log(2 * self.mdp.horizon * self.layers / self.delta) + 3)
+
+    def start(self, num_seeds: int) -> None:
+        pairs = self._zeros(num_seeds).unsqueeze(1).repeat(1, self.layers, 1, 1)
+        counts = pairs.new_zeros(num_seeds, self.layers, num_transitions(self.mdp))
+        self.state = {"visits": pairs, "losses": pairs.clone(), "counts": counts}
+        self.state["possible"] = self.mdp.actions.to(pairs).expand_as(pairs).clone()
+
+    def settings(self) -> dict[str, Any]:
+        pairs, count = self.mdp.actions.numel(), num_transitions(self.mdp)
+        blank = Averages(*(np.zeros(n) for n in (pairs, pairs, count, pairs, pairs)))
+        found = {"entry": entries(self.mdp), "own": blank, "together": blank}
+        return found | {"layer": np.zeros(1)}
+
+
+@propose.register(CompiledLayers)
+def _propose_in_layers(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    if t == 0:
+        add_layers(learner)
+    for n in range(len(learner.seeds)):
+        take_turn(learner.seeds[n], game.before + t + 1, lane(learner, n))
+    average(learner.own, 0.0)
+    allow(game.model, learner)
+    robust_to = 1.0
+    for r in range(len(learner.possible)):
+        robust_to = where(learner.layer[0] >= float(r), 2.0 * robust_to, robust_to)
+    changed, own, together = (learner.corruption, robust_to), learner.own, learner.together
+    plan_with_bounds(game.model, own, together, True, changed, learner.logarithm, learner)
+    for n in range(len(learner.seeds)):
+        find_possible(game.model.num_actions, lane(learner, n))
+
+
+@observe.register(CompiledLayers)
+def _observe_in_layers(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    for n in range(len(game.pairs)):
+        seed = lane(learner, n)
+        r = int(seed.layer[0])
+        for k in range(game.pairs.shape[1]):
+            i, loss = game.pairs[n, k], game.losses[n, k]
+            seed.visits[r, i] += 1.0
+            seed.losses[r, i] += loss
+            count_visit(seed.together, i, loss)
+        count_transitions(game, n, seed.counts[r], seed.entry)
+        count_transitions(game, n, seed.together.counts, seed.entry)
+
+
+@routine(inline=True)
+def add_layers(learner: CompiledLayers) -> None:
+    """The data of all layers."""
+    together = learner.together
+    for i in range(len(together.visits)):
+        together.visits[i], together.losses[i] = 0.0, 0.0
+        for r in range(len(learner.possible)):
+            together.visits[i] += learner.visits[r, i]
+            together.losses[i] += learner.losses[r, i]
+    for e in range(len(together.counts)):
+        together.counts[e] = 0.0
+        for r in range(len(learner.possible)):
+            together.counts[e] += learner.counts[r, e]
+    average(together, 0.0)
+
+
+@routine(inline=True)
+def take_turn(seed: int, t: int, learner: CompiledLayers) -> None:
+    """Draw the layer of episode t for one seed, and take its data; r is numbered from 0."""
+    number, layer, share, own = uniform(key_of(episode_key(seed, t), 0), 0), 0, 0.5, learner.own
+    while layer < len(learner.possible) and number < share:
+        layer += 1
+        share *= 0.5
+    r = layer if layer < len(learner.possible) else 0
+    learner.layer[0] = float(r)
+    for i in range(len(own.visits)):
+        own.visits[i], own.losses[i] = learner.visits[r, i], learner.losses[r, i]
+    for e in range(len(own.counts)):
+        own.counts[e] = learner.counts[r, e]
+
+
+@routine(inline=True)
+def allow(model: Model, learner: CompiledLayers) -> None:
+    """The actions that all slower layers found possible; if they leave none, the slowest count."""
+    allowed, possible, num_actions = learner.allowed, learner.possible, model.num_actions
+    for i in range(len(allowed)):
+        allowed[i] = 1.0 if model.exists[PAIR, i] else 0.0
+    for first in range(0, len(allowed), num_actions):
+        for r in range(len(possible) - 1, 0, -1):
+            left = 0.0
+            for i in range(first, first + num_actions):
+                left = max(left, allowed[i] * possible[r, i])
+            counts = (left > 0.0) & (learner.layer[0] < float(r))
+            for i in range(first, first + num_actions):
+                allowed[i] = where(counts, allowed[i] * possible[r, i], allowed[i])
+
+
+@routine(inline=True)
+def find_possible(num_actions: int, learner: CompiledLayers) -> None:
+    """The allowed actions of one seed whose lower bound is at most the smallest upper bound."""
+    allowed, bounds, r = learner.allowed, learner.bounds, int(learner.layer[0])
+    for first in range(0, len(allowed), num_actions):
+        best = np.inf
+        for i in range(first, first + num_actions):
+            if allowed[i] > 0.0:
+                best = min(best, bounds[UPPER, i])
+        for i in range(first, first + num_actions):
+            good = allowed[i] > 0.0 and bounds[LOWER, i] <= best
+            learner.possible[r, i] = 1.0 if good else 0.0

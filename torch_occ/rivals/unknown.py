@@ -13,51 +13,24 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from torch_occ.engine.lanes import Shared, power, sqrt, where
 from torch_occ.engine.layout import ERROR, GUESSED, PAIR, RECENT, Floats, Ints, Model, Work, routine
 from torch_occ.engine.learners import Solver, take_step
-from torch_occ.engine.play import (
-    Game,
-    PerPair,
-    PerState,
-    Tally,
-    observe,
-    occupy_by_policy,
-    propose,
-)
-from torch_occ.game.estimators import (
-    Estimator,
-    FullInformation,
-    ImplicitExploration,
-    ImportanceWeighted,
-)
+from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
+from torch_occ.engine.play import occupy_by_policy as occupy
 from torch_occ.game.learners import FTRL
 from torch_occ.game.players import solver_settings
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, uniform_policy
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import LogBarrier, Shannon, Tsallis
-from torch_occ.regularizers.parameters import Parametrized
 from torch_occ.regularizers.schedules import InverseSqrt
-from torch_occ.rivals.beliefs import (
-    Bonus,
-    Confidence,
-    CountingLearner,
-    Widths,
-    bound_transitions,
-    count_episode,
-    estimate_losses,
-    num_transitions,
-    upper_occupancy,
-    write_policy,
-)
+from torch_occ.rivals import beliefs
+from torch_occ.rivals.beliefs import Confidence, CountingLearner, Widths
 from torch_occ.step.arrays import WeightsOverTime, model_of
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.ways import why_not_game
-
-ESTIMATORS = (ImportanceWeighted, ImplicitExploration, FullInformation)
 
 
 class CompiledUnknown(NamedTuple):
@@ -70,7 +43,6 @@ class CompiledUnknown(NamedTuple):
     epochs: Floats  # (1,)
     epoch_start: Floats  # (1,)
     widths: Floats  # (M,)
-    bonus: PerPair
     cumulative_loss: PerPair
     q: PerPair  # the occupancy measure of the believed model
     spread: Floats  # (1,), M_t
@@ -79,15 +51,15 @@ class CompiledUnknown(NamedTuple):
     confidence: Confidence
     powers: Shared  # (2, K or K * S * A)
     restart: bool
-    adaptive: float  # the first time, if it depends on the losses; else 0
+    full_information: bool
     choices: float
-    divides_by_bounds: bool
-    bias: float  # of implicit exploration; else 0
+    bias: float
     uniform: PerPair  # the uniform policy
     entry: Ints
     lower: Floats  # (M,)
     upper: Floats  # (M,)
     room: PerPair
+    bonus: PerPair
     ahead: PerState
     order: PerState
     policy: PerPair
@@ -104,20 +76,18 @@ class UnknownFTRL(CountingLearner):
     The loss of the step is L_t = sum of estimates - (number of estimates) * bonus, with the bonus
     of the current epoch. The sum is over all episodes before t, or with `restart` over those of
     the epoch, and psi is taken at t, or with `restart` at the number of the episode in the epoch.
+    Estimates are importance weights, or the losses themselves with `full_information`.
 
     Args:
         mdp: only its layout is kept (`mdp.blind()`).
         regularizer: psi_t of the package, whose weights are powers of t.
         widths: confidence widths. Estimates then divide by the upper occupancy bound u_t (Comp-UOB)
             instead of q_t.
-        bonus: what is subtracted from every estimate; it needs `widths`.
+        bonus: whether the bonus of `widths` is subtracted from every estimate.
         restart: whether a new FTRL instance begins in every epoch.
-        estimator: importance weights by default; it is given q_t, or u_t, in place of the
-            occupancy measure.
-        adaptive: for regularizers psi / InverseSqrt(1): replace t by `adaptive` + M_t / (L ln(S A))
-            with M_t = sum of min{ sum q l^2, sum q (Q - V)^2 } over the estimates l in the sum, and
-            Q, V of l and the policy in the believed transitions.
-        pseudo_count: of the empirical transitions.
+        full_information: whether the whole loss function is observed. Then t in psi_t is
+            64 L^4 + M_t / (L ln(S A)) with M_t = sum of min{ sum q l^2, sum q (Q - V)^2 } over the
+            estimates l in the sum, and Q, V of l and the policy in the believed transitions.
 
     Raises:
         TypeError, ValueError: if an argument is wrong, or `widths` are missing.
@@ -125,6 +95,7 @@ class UnknownFTRL(CountingLearner):
 
     compiled = CompiledUnknown
     fingerprint_ignores = (*CountingLearner.fingerprint_ignores, "valid")
+    bias = 0.0  # of the estimates
 
     def __init__(
         self,
@@ -132,49 +103,27 @@ class UnknownFTRL(CountingLearner):
         regularizer: Regularizer,
         *,
         widths: Widths | None = None,
-        bonus: Bonus | None = None,
+        bonus: bool = False,
         restart: bool = False,
-        estimator: Estimator | None = None,
-        adaptive: float | None = None,
-        pseudo_count: float = 1.0,
+        full_information: bool = False,
     ) -> None:
-        super().__init__(mdp, pseudo_count)
+        super().__init__(mdp)
         for name, value, kind, example in (
             ("regularizer", regularizer, Regularizer, "jin_luo(mdp)"),
-            ("estimator", estimator, Estimator | None, "ImportanceWeighted()"),
             ("widths", widths, Widths | None, 'rivals.Widths.of("practical", mdp)'),
-            ("bonus", bonus, Bonus | None, "rivals.Bonus.practical()"),
         ):
             if not isinstance(value, kind):
                 raise TypeError(f"{name}: expected for example occ.{example}, got {value!r}")
-        if widths is None and bonus is not None:
+        if widths is None and bonus:
             raise ValueError(
                 "widths: a bonus needs confidence widths, for example "
                 'occ.rivals.Widths.of("practical", mdp)'
             )
-        if pseudo_count == 0:
-            raise ValueError(
-                "pseudo_count: FTRL needs a positive one; without it some states have probability "
-                "zero from every pair, and the occupancy measures have no interior"
-            )
-        if adaptive is not None and not 1 <= adaptive < math.inf:
-            raise ValueError(f"adaptive: expected a number of at least 1, got {adaptive}")
         self.step = FTRLStep(self.mdp, regularizer)
         self.valid: list[Any] = []  # the last parameters that `check_settings` found valid
-        self.estimator = ImportanceWeighted() if estimator is None else estimator
         self.widths, self.bonus, self.restart = widths, bonus, restart
-        self.adaptive = adaptive
+        self.full_information = full_information
         self.max_episodes = None if widths is None else widths.episodes
-
-    @property
-    def full_information(self) -> bool:  # type: ignore[override]
-        """Whether the estimator needs the whole loss function."""
-        return self.estimator.full_information
-
-    @property
-    def divides_by_bounds(self) -> bool:
-        """Whether estimates divide by upper occupancy bounds."""
-        return self.widths is not None and not self.full_information
 
     @classmethod
     def practical(cls, mdp: LayeredMDP, regularizer: Regularizer | None = None) -> UnknownFTRL:
@@ -185,7 +134,7 @@ class UnknownFTRL(CountingLearner):
         if regularizer is None:
             regularizer = Tsallis() / InverseSqrt(1.0) + LogBarrier(1.0)
         widths = Widths.of("practical", mdp)
-        return cls(mdp, regularizer, widths=widths, bonus=Bonus.practical())
+        return cls(mdp, regularizer, widths=widths, bonus=True)
 
     @classmethod
     def jin_huang_luo(
@@ -194,9 +143,8 @@ class UnknownFTRL(CountingLearner):
         """The algorithm of Jin, Huang and Luo (2021) with the constants that they print.
 
         Bandit feedback: psi_t = -sqrt(tau) sum sqrt(q) - 128 L^4 sum log q with tau the number of
-        the episode in its epoch, and delta = T^-3. Full information: the entropy sum q log q over
-        eta_t = sqrt(L ln(S A) / (64 L^5 ln(S A) + M_t)), and delta = T^-2. Both: widths of their
-        eq. (8), the bonus L min{1, sum B}, and a new start in every epoch. Two things differ, and
+        the episode in its epoch, and delta = T^-3. Full information: sum q log q over
+        eta_t = sqrt(L ln(S A) / (64 L^5 ln(S A) + M_t)), and delta = T^-2. Two things differ, and
         both help: one pseudo-count, and no bonus where the next state is certain.
 
         Raises:
@@ -210,47 +158,28 @@ class UnknownFTRL(CountingLearner):
             )
         delta = float(episodes) ** (-2 if full_information else -3)
         psi: Regularizer = Tsallis() / InverseSqrt(1.0) + LogBarrier(128.0 * mdp.horizon**4)
-        options: dict[str, Any] = {"widths": Widths.of("jin_huang_luo", mdp, episodes, delta)}
         if full_information:
             psi = Shannon() / InverseSqrt(1.0)
-            options |= {"estimator": FullInformation(), "adaptive": 64.0 * mdp.horizon**4}
-        return cls(mdp, psi, bonus=Bonus(), restart=True, **options)
+        widths = Widths.of("jin_huang_luo", mdp, episodes, delta)
+        options = {"bonus": True, "restart": True, "full_information": full_information}
+        return cls(mdp, psi, widths=widths, **options)
 
     def start(self, num_seeds: int) -> None:
         super().start(num_seeds)
         self.step.check_parameters()
-        for own in vars(self.estimator).values():
-            if isinstance(own, Parametrized):
-                own.validate()
         zero, state = self._zeros(num_seeds), self.state
-        state["cumulative_loss"], state["bonus"] = zero, zero.clone()
-        if self.bonus is not None:
-            state["bonus"] = self.bonus(self.mdp, self.confidence())
+        state["cumulative_loss"] = zero
         uniform = uniform_policy(self.mdp).expand_as(zero)
         state["q"] = occupancy(self.believed(), uniform, in_order=True)
-        if self.adaptive is not None:
+        if self.full_information:
             state["spread"] = zero.new_zeros(num_seeds)
 
     def believed(self) -> LayeredMDP:
         """The MDP over whose occupancy measures the step is taken, a batch of N."""
         return self.mdp.with_transitions(self.transitions())
 
-    def bounds(self, policy: Tensor) -> Tensor:
-        """u(s, a) = pi(a | s) u(s), the upper occupancy bound of a policy, `(N, S, A)`.
-
-        Raises:
-            ValueError: if the learner has no widths.
-        """
-        u = upper_occupancy(self.mdp, policy, self.transitions(), self.confidence())
-        return policy * u.unsqueeze(-1)
-
-    # -- the game --------------------------------------------------------------------------------
-
     def why_not_compiled(self, mdp: LayeredMDP) -> str | None:
         regularizer = self.step.regularizer
-        if type(self.estimator) not in ESTIMATORS:
-            name = type(self.estimator).__name__
-            return f"the engine does not know the estimator {name} for unknown transitions"
         if regularizer.batched():
             return "the regularizer has batched parameters"
         reason = why_not_game(mdp, regularizer)
@@ -260,17 +189,13 @@ class UnknownFTRL(CountingLearner):
 
     def settings(self) -> dict[str, Any]:
         mdp, regularizer = self.mdp, self.step.regularizer
-        found = super().settings() | {
+        return super().settings() | {
             "solver": solver_settings(self.step)["solver"],
             "believed": model_of(mdp, dense=True)._replace(conserved=True),
             "powers": WeightsOverTime(regularizer, mdp.actions.shape).powers(),
-            "adaptive": self.adaptive or 0.0,
-            "bias": getattr(self.estimator, "bias", 0.0),
             "uniform": uniform_policy(mdp).numpy().flatten(),
             "spread": np.zeros(1),
         }
-        count = num_transitions(mdp)
-        return found | {name: np.zeros(count) for name in ("lower", "upper", "widths")}
 
     check_settings = FTRL.check_settings
 
@@ -286,54 +211,53 @@ class UnknownFTRL(CountingLearner):
 @propose.register(CompiledUnknown)
 def _propose_believed(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     if t == 0:
-        believe(learner, work)
         if learner.confidence.bounded:
-            bound_transitions(game.model, learner)
+            beliefs.bound_transitions(game.model, learner)
+        believe(learner, work)
     set_time(float(game.before + t + 1), learner, work)
     take_step(learner.believed, game, t, learner.loss, learner, tally, work)
-    write_policy(game.model.num_actions, learner.uniform, learner)
+    beliefs.write_policy(game.model.num_actions, learner.uniform, learner)
 
 
 @observe.register(CompiledUnknown)
 def _observe_unknown(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
-    estimate_losses(game, learner.divides_by_bounds, learner)
-    if learner.adaptive > 0.0:
+    beliefs.estimate_losses(game, learner.confidence.bounded, learner)
+    if learner.full_information:
         learner.spread[0] += spread_of(learner)
     for i in range(len(learner.q)):
         learner.cumulative_loss[i] += learner.estimate[i]
-    if count_episode(game, t, learner):
+    if beliefs.count_episode(game, t, learner):
         believe(learner, work)
         renew(learner, work)
 
 
 @routine(inline=True)
 def believe(learner: CompiledUnknown, work: Work) -> None:
-    """Write the believed models, and their interior points."""
-    model, entry = learner.believed, learner.entry
+    """Write the believed models, their interior points, and the bonus."""
+    model, entry, settings = learner.believed, learner.entry, learner.confidence
+    layers, num_actions = len(model.start) - 1, model.num_actions
+    for k in range(layers):
+        reach = settings.share * float(layers - 1 - k if settings.remaining else layers)
+        for i in range(model.start[k] * num_actions, model.start[k + 1] * num_actions):
+            if settings.bonus and model.exists[PAIR, i]:
+                total = 0.0
+                for e in range(entry[i], entry[i + 1]):
+                    total += learner.widths[e]
+                learner.bonus[i] = reach * min(settings.share * total, 1.0)
     for i in range(model.start[-2] * model.num_actions):
         if model.exists[PAIR, i]:
             for e in range(entry[i], entry[i + 1]):
                 model.next_state[i, e - entry[i]] = learner.belief[e]
                 model.arrivals[e - entry[i], i] = learner.belief[e]
-    occupy_by_policy(model, learner.uniform, learner.solver.middle, work)
+    occupy(model, learner.uniform, learner.solver.middle, work)
 
 
 @routine(inline=True)
 def renew(learner: CompiledUnknown, work: Work) -> None:
-    """Start epochs: the bonus, and q of the last policy, or with `restart` of the uniform one."""
-    model, settings, entry = learner.believed, learner.confidence, learner.entry
-    new, layers, num_actions = learner.begun[0] > 0.0, len(model.start) - 1, model.num_actions
-    for k in range(layers):
-        reach = settings.scale * float(layers - 1 - k if settings.remaining else layers)
-        for i in range(model.start[k] * num_actions, model.start[k + 1] * num_actions):
-            if settings.scale > 0.0 and model.exists[PAIR, i]:
-                total = 0.0
-                for e in range(entry[i], entry[i + 1]):
-                    total += learner.widths[e]
-                bonus = reach * min(settings.share * total, 1.0)
-                learner.bonus[i] = where(new, bonus, learner.bonus[i])
+    """Start epochs with q of the last policy, or with `restart` of the uniform one."""
+    model, new = learner.believed, learner.begun[0] > 0.0
     if not learner.restart:
-        occupy_by_policy(model, learner.policy, learner.fresh, work)
+        occupy(model, learner.policy, learner.fresh, work)
     for i in range(len(learner.q)):
         if learner.restart:
             learner.cumulative_loss[i] = where(new, 0.0, learner.cumulative_loss[i])
@@ -354,8 +278,9 @@ def set_time(t: float, learner: CompiledUnknown, work: Work) -> None:
     for i in range(len(learner.loss)):
         learner.loss[i] = learner.cumulative_loss[i] - counted * learner.bonus[i]
     time = counted + 1.0
-    if learner.adaptive > 0.0:
-        time = learner.adaptive + learner.spread[0] / learner.choices
+    if learner.full_information:
+        horizon = float(len(learner.believed.start) - 1)
+        time = 64.0 * horizon**4 + learner.spread[0] / learner.choices
     for k in range(powers.shape[1]):
         before, weight = weights[k], powers[0, k]
         if powers[1, k] == 0.5:

@@ -27,17 +27,9 @@ from torch_occ.engine.learners import note_solve
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.game.checks import DIAGNOSTICS
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.rivals.beliefs import (
-    Confidence,
-    CountingLearner,
-    Widths,
-    bound_transitions,
-    count_episode,
-    estimate_losses,
-    join_transitions,
-    write_policy,
-)
-from torch_occ.rivals.projection import FOUND, P, Reference, Scratch, make_scratch, project
+from torch_occ.rivals import beliefs
+from torch_occ.rivals.beliefs import Confidence, CountingLearner, Widths
+from torch_occ.rivals.projection import FOUND, P, Scratch, make_scratch, project
 from torch_occ.step.solution import Options
 
 
@@ -53,13 +45,11 @@ class CompiledUOBREPS(NamedTuple):
     widths: Floats  # (M,)
     q: PerPair
     rows: Floats  # (M,)
-    lower: Floats  # (M,)
-    upper: Floats  # (M,)
     newton_steps: Floats  # (1,)
-    dual_residual: Floats
-    flow_residual: Floats
-    uncertified: Floats
-    status: Floats
+    dual_residual: Floats  # (1,)
+    flow_residual: Floats  # (1,)
+    uncertified: Floats  # (1,)
+    status: Floats  # (1,)
     confidence: Confidence
     entry: Ints
     learning_rate: float
@@ -67,6 +57,8 @@ class CompiledUOBREPS(NamedTuple):
     tolerance: float
     max_steps: int
     scratch: Scratch
+    lower: Floats  # (M,)
+    upper: Floats  # (M,)
     policy: PerPair
     estimate: PerPair
     room: PerPair
@@ -80,12 +72,11 @@ class UOBREPS(CountingLearner):
 
     The learning rate and the bias are eta = gamma = sqrt(L ln(L S A / delta) / (T S A)), where S A
     is the number of existing pairs; the constant is quoted from memory. The widths are those of
-    eq. (5) of the paper. Its regret is O(L S sqrt(A T ln(T S A / delta))) with probability
-    1 - O(delta).
+    eq. (5) of the paper, and the empirical transitions have no pseudo-counts. Its regret is
+    O(L S sqrt(A T ln(T S A / delta))) with probability 1 - O(delta).
 
-    The empirical transitions have no pseudo-counts, as printed. The state has, beyond that of
-    `CountingLearner`, `q` `(N, S, A)`, and `rows`, `widths`, `lower` and `upper` `(N, M)`: the
-    transitions inside q_t, and the confidence set.
+    The state has, beyond that of `CountingLearner`, `q` `(N, S, A)` and `rows` `(N, M)`, the
+    transitions inside q_t.
 
     Args:
         mdp: only its layout and its initial distribution are used.
@@ -137,11 +128,10 @@ class UOBREPS(CountingLearner):
         pairs = torch.cat([n.sum().expand_as(n) for n in self.mdp.split(in_layer, -1)])
         q = self.mdp.actions / pairs.unsqueeze(-1).to(self.mdp.dtype)
         self.state["q"] = q.expand(num_seeds, -1, -1).clone()
-        self.state["rows"] = join_transitions(self.mdp.transitions).expand(num_seeds, -1).clone()
+        self.state["rows"] = (
+            beliefs.join_transitions(self.mdp.transitions).expand(num_seeds, -1).clone()
+        )
         self.state |= {name: q.new_zeros(num_seeds) for name in DIAGNOSTICS}
-        belief, widths = self.state["belief"], self.state["widths"]
-        self.state["lower"] = (belief - widths).clamp(min=0)
-        self.state["upper"] = (belief + widths).clamp(max=1)
 
     def settings(self) -> dict[str, Any]:
         found = super().settings()
@@ -159,33 +149,23 @@ class UOBREPS(CountingLearner):
 @propose.register(CompiledUOBREPS)
 def _propose_projected(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     if t == 0:
-        bound_transitions(game.model, learner)
-    write_policy(game.model.num_actions, learner.policy, learner)
+        beliefs.bound_transitions(game.model, learner)
+    beliefs.write_policy(game.model.num_actions, learner.policy, learner)
     steps, flow, dual = learner.newton_steps[0], learner.flow_residual[0], learner.dual_residual[0]
     note_solve(game.before + t + 1, learner.status[0], steps, flow, dual, tally)
 
 
 @observe.register(CompiledUOBREPS)
 def _observe_and_project(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
-    estimate_losses(game, True, learner)
-    count_episode(game, t, learner)
-    model, scratch = game.model, learner.scratch
-    q, rows = learner.q, learner.rows
-    status, steps, flow, dual = project(
-        model,
-        Reference(q, rows, learner.lower, learner.upper, learner.entry),
-        learner.estimate,
-        learner.learning_rate,
-        learner.tolerance,
-        learner.max_steps,
-        scratch,
-    )
+    beliefs.estimate_losses(game, True, learner)
+    beliefs.count_episode(game, t, learner)
+    status, steps, flow, dual = project(game.model, learner)
     good = status == float(CONVERGED)  # a projection that failed is left out
-    for i in range(len(q)):
-        q[i] = where(good, scratch.pairs[FOUND, i], q[i])
-        if model.exists[PAIR, i]:
+    for i in range(len(learner.q)):
+        learner.q[i] = where(good, learner.scratch.pairs[FOUND, i], learner.q[i])
+        if game.model.exists[PAIR, i]:
             for e in range(learner.entry[i], learner.entry[i + 1]):
-                rows[e] = where(good, scratch.rows[P, e], rows[e])
+                learner.rows[e] = where(good, learner.scratch.rows[P, e], learner.rows[e])
     learner.status[0], learner.uncertified[0] = status, where(good, 0.0, 1.0)
     learner.newton_steps[0], learner.flow_residual[0] = steps, flow
     learner.dual_residual[0] = dual

@@ -110,9 +110,7 @@ class WeightsOverTime:
         self.size = len(exponents)  # K or K * S * A
         self.terms = Terms(*kinds_of(self.composition.terms), exponents.numpy())
         #: Whether all weights are powers of t. They are not if a user wrote a schedule.
-        self.are_powers = all(
-            isinstance(factor.key, str) and factor.key for factor in self.composition.factors[1:]
-        )
+        self.are_powers = all(factor.key for factor in self.composition.factors[1:])
 
     def at(self, t: Tensor) -> Tensor:
         """Return the weights at times t `(n,)`, `(n, K or K * S * A)`."""

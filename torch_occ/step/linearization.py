@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.regularizers.base import SeparableRegularizer
+from torch_occ.regularizers.base import SeparableRegularizer, total
 from torch_occ.regularizers.parameters import with_rank
-from torch_occ.regularizers.terms import Argument, change, keep
+from torch_occ.regularizers.terms import Argument, change
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import ImplicitSolution, Linearized, Setting
 
@@ -105,13 +105,10 @@ class Linearization:
         regularizer = bound.evaluator.regularizer
         evaluate = bound.evaluator.bind(bound.parameters, bound.t.expand(self.q.shape[:-2]))
         inputs = regularizer.read(self.mdp, self.q)
-        names, arguments = list(inputs.scalars), tuple(inputs.scalars.values())
-        every = tuple(range(len(names)))
+        names, every = regularizer.arguments, tuple(range(len(inputs)))
 
         def value(*xs: Tensor) -> Tensor:
-            values = evaluate(inputs._replace(scalars=dict(zip(names, xs, strict=True)))).scalars
-            parts = (keep(name, self.mdp, values[name], 0.0).sum() for name in names)
-            return sum(parts, xs[0].new_zeros(()))
+            return total(self.mdp, evaluate(dict(zip(names, xs, strict=True)))).sum()
 
         def slopes(*xs: Tensor) -> Tensor:
             parts = (slope.sum() for slope in torch.func.grad(value, every)(*xs))
@@ -121,7 +118,7 @@ class Linearization:
             parts = (curvature.sum() for curvature in torch.func.grad(slopes, every)(*xs))
             return sum(parts, xs[0].new_zeros(()))
 
-        return dict(zip(names, torch.func.grad(curvatures, every)(*arguments), strict=True))
+        return dict(zip(names, torch.func.grad(curvatures, every)(*inputs.values()), strict=True))
 
     def _variance(self, name: Argument, G: Tensor) -> Tensor:
         """Return the variance of an argument of psi if q has the covariance G."""

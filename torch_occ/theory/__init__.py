@@ -2,7 +2,8 @@
 
 Lemmas and the equations of their proofs return both sides as a `Statement`. Of the theorems and
 corollaries, which hold up to constants, there are the coefficients, the explicit right-hand sides
-and one summand. docs/theory.md lists what there is for each label of the paper.
+and one summand. docs/theory.md lists what there is for each label of the paper, and
+experiments/theory.py evaluates all statements on random data.
 
 statements    what a statement is, and the parameters of the paper
 curvatures    phi_H, phi_L, the Hessian and its inverse        lem:def_M, lem:M_inverse
@@ -10,7 +11,6 @@ penalty       phi_H(q_opt) - phi_H(q) and its bounds           lem:key_lemma_bou
 stability     norm of the loss estimate and its bounds         lem:key_lemma_bound_stability
 bounds        conditions, constants, bounds, parameters        thm:main_general
 runs          the regret of a run as penalty and stability     lem:key_lemma_ftrl
-surveys       the statements on random data
 certificates  the terms of the regret bounds, evaluated during a run
 shifted       FTRL with a budgeted shift: lemmas and theorems of docs/adaptive.md
 """
@@ -67,14 +67,12 @@ from torch_occ.theory.bounds import minimal_gap as minimal_gap
 from torch_occ.theory.bounds import opt_implicit_bound as opt_implicit_bound
 from torch_occ.theory.bounds import performance_difference as performance_difference
 from torch_occ.theory.bounds import self_bounding_condition as self_bounding_condition
-from torch_occ.theory.bounds import adversarial as adversarial
 from torch_occ.theory.bounds import adversarial_bound as adversarial_bound
 from torch_occ.theory.bounds import cauchy_schwarz as cauchy_schwarz
 from torch_occ.theory.bounds import explicit as explicit
 from torch_occ.theory.bounds import lower_order as lower_order
 from torch_occ.theory.bounds import main as main
 from torch_occ.theory.bounds import main_general as main_general
-from torch_occ.theory.bounds import stochastic as stochastic
 from torch_occ.theory.bounds import stochastic_bound as stochastic_bound
 from torch_occ.theory.bounds import theorem_summand as theorem_summand
 from torch_occ.theory.bounds import tune_stochastic as tune_stochastic
@@ -88,35 +86,34 @@ from torch_occ.theory.runs import Decomposition as Decomposition
 from torch_occ.theory.runs import Recorder as Recorder
 from torch_occ.theory.runs import decompose as decompose
 from torch_occ.theory.runs import proper_comparator as proper_comparator
-from torch_occ.theory.surveys import survey as survey
 from torch_occ.theory.certificates import Certificate as Certificate
 from torch_occ.theory import shifted as _shifted  # noqa: F401, it is occ.theory.shifted
 
 #: Where names of version 0.2 are now. They still work here, with a warning, until version 0.4.
 _MOVED = {
     "curvatures": (
-        "Curvature M M_inverse N N_diagonal W curvature hybrid_alternative "
+        "Curvature M M_inverse N_diagonal W curvature hybrid_alternative "
         "both_definitions hessian_by_layers inverse_by_layers quadratic_form_of_hessian tangent"
     ),
     "stability": (
         "first_step_bound quadratic_form_diagonal second_step_bound worst_case_stability"
     ),
-    "bounds": (
-        "Coefficients ProofConstants Summands Tuning harmonic printed_tuning_order "
-        "proof_constants summand summands tuning_objective worst_case_coefficient"
-    ),
+    "bounds": "Coefficients Summands Tuning proof_constants summands tuning_objective",
     "runs": "Trajectory comparator_point",
     "penalty": "outside state_regularizer",
 }
 
 #: Names that were removed, and what to use instead.
-_GONE = dict.fromkeys(
-    ("UnknownCertificate", "UnknownParts", "unknown_parts"),
-    "`regret` of the history of occ.simulate has the sum of its parts",
-) | {
+_GONE = {
+    "UnknownCertificate UnknownParts unknown_parts": (
+        "`regret` of the history of occ.simulate has the sum of its parts"
+    ),
     "joint_visits": "theory.reach has the probability of meeting a later state",
-    "Block": "theory.curvatures.all_N has N_0, N_1, ... as matrices",
-    "blocks": "theory.curvatures.all_N has N_0, N_1, ... as matrices",
+    "Block blocks N": "theory.curvatures.all_N has N_0, N_1, ... as matrices",
+    "adversarial stochastic": "theory.adversarial_bound and stochastic_bound have all constants",
+    "ProofConstants": "theory.bounds.proof_constants returns a tuple",
+    "harmonic printed_tuning_order summand worst_case_coefficient": "docs/theory.md has errata",
+    "survey": "experiments/theory.py has it",
 }
 
 if not _typing.TYPE_CHECKING:  # a type checker would take every name for one that exists
@@ -128,6 +125,7 @@ if not _typing.TYPE_CHECKING:  # a type checker would take every name for one th
                 text = f"torch_occ.theory.{name} is {where}.{name} now"
                 _warnings.warn(text, DeprecationWarning, stacklevel=2)
                 return getattr(_importlib.import_module(where), name)
-        if name in _GONE:
-            raise AttributeError(f"torch_occ.theory.{name} was removed: {_GONE[name]}")
+        for names, advice in _GONE.items():
+            if name in names.split():
+                raise AttributeError(f"torch_occ.theory.{name} was removed: {advice}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -78,9 +78,9 @@ def opt_implicit_bound(
 
 # -- Constants and right-hand sides of the theorems and corollaries (`sec:result`) -----------------
 #
-# The paper states them up to constants. Each of them is here twice: as printed, without the O, and
-# explicit, with every constant from the proofs (`app:appendix_theorem_main`). The regret must not
-# exceed the explicit ones. |S| |A| counts the pairs that exist, |S| the non-terminal states.
+# The paper states them up to constants. The theorem has its coefficients as printed and explicit,
+# with every constant from the proofs (`app:appendix_theorem_main`); the corollaries are explicit.
+# |S| |A| counts the pairs that exist, |S| the non-terminal states.
 
 
 class Coefficients(NamedTuple):
@@ -91,23 +91,14 @@ class Coefficients(NamedTuple):
     Z: float
 
 
-class ProofConstants(NamedTuple):
-    """C_1, ..., C_4 of the proof of `thm:main_general`."""
-
-    C1: float
-    C2: float
-    C3: float
-    C4: float
-
-
-def proof_constants(mdp: LayeredMDP, parameters: Parameters) -> ProofConstants:
-    """The constants of the proof of `thm:main_general`:
+def proof_constants(mdp: LayeredMDP, parameters: Parameters) -> tuple[float, float, float, float]:
+    """C_1, ..., C_4 of the proof of `thm:main_general`:
 
     C_1 = (1 + alpha) / gamma,               C_2 = (1 + alpha A) sqrt(|S| L) / gamma,
     C_3 = gamma sqrt(L |S| |A|),             C_4 = gamma L^2 (sqrt(L) + 1/(alpha L)).
     """
     alpha, gamma, L = parameters.alpha, parameters.gamma, mdp.horizon
-    return ProofConstants(
+    return (
         (1 + alpha) / gamma,
         (1 + alpha * mdp.num_actions) * math.sqrt(mdp.num_states * L) / gamma,
         gamma * math.sqrt(L * mdp.num_pairs),
@@ -183,14 +174,6 @@ def summands(q: Tensor, best: Tensor, mapping: Tensor, t: Tensor) -> Summands:
     return Summands(t.rsqrt().expand_as(J2), J2 / t.sqrt(), J3 / t.sqrt())
 
 
-def summand(coefficients: Coefficients, J: Summands) -> Tensor:
-    """min( X J_2(t) + Y J_3(t), Z J_1(t) ), the summand of `thm:main_general`; `(*batch,)`.
-
-    With the coefficients B, D, D it is the summand of `eq:main`.
-    """
-    return torch.minimum(coefficients.X * J.J2 + coefficients.Y * J.J3, coefficients.Z * J.J1)
-
-
 def cauchy_schwarz(mdp: LayeredMDP, J: Summands) -> Statement:
     """J_2(t) <= sqrt(L |S| |A|) J_1(t), from the adaptive bound to the worst case."""
     right = math.sqrt(mdp.horizon * mdp.num_pairs) * J.J1
@@ -207,23 +190,9 @@ def theorem_summand(
     """
     penalty = parameters.eta_step(t) * penalty_bound(mdp, q, best, mapping, parameters.alpha)
     stability = 8 * parameters.eta(t) * stability_bound(mdp, q, mapping, parameters.alpha)
-    right = summand(explicit(mdp, parameters), summands(q, best, mapping, t))
+    (X, Y, Z), J = explicit(mdp, parameters), summands(q, best, mapping, t)
+    right = torch.minimum(X * J.J2 + Y * J.J3, Z * J.J1)
     return statement("thm:main_general", penalty + stability, right, mdp.num_pairs)
-
-
-def worst_case_coefficient(mdp: LayeredMDP, parameters: Parameters) -> Statement:
-    """C_1 sqrt(L |S| |A|) + C_2 + C_3 <= 2 Z, if every state has all actions.
-
-    This is the O in the last line of the proof of `thm:main_general`.
-    """
-    C1, C2, C3, _ = proof_constants(mdp, parameters)
-    left = torch.tensor(C1 * math.sqrt(mdp.horizon * mdp.num_pairs) + C2 + C3, dtype=mdp.dtype)
-    return statement("thm:main_general, Z", left, 2 * main_general(mdp, parameters).Z, 8)
-
-
-def adversarial(mdp: LayeredMDP, episodes: Tensor) -> Tensor:
-    """sqrt(L |S| |A| T), `col:adversarial_bound` as printed, without its tilde."""
-    return (mdp.horizon * mdp.num_pairs * episodes).sqrt()
 
 
 def adversarial_bound(mdp: LayeredMDP, parameters: Parameters, episodes: Tensor) -> Tensor:
@@ -237,18 +206,6 @@ def adversarial_bound(mdp: LayeredMDP, parameters: Parameters, episodes: Tensor)
     C1, C2, C3, _ = proof_constants(mdp, parameters)
     rate = C1 * math.sqrt(mdp.horizon * mdp.num_pairs) + C2 + 64 * C3
     return rate * episodes.sqrt() + lower_order(mdp, parameters, episodes)
-
-
-def stochastic(mdp: LayeredMDP, gap: Tensor, mapping: Tensor, episodes: Tensor) -> Tensor:
-    """U of `col:stochastic_bound` as printed, `(*batch,)`:
-
-    L |S| |A| log T / Delta_min + L^2 (L^3 + |A|) sum_s sum_{a != pi*(s)} log T / Delta(s,a).
-    """
-    L = mdp.horizon
-    return episodes.log() * (
-        L * mdp.num_pairs / minimal_gap(mdp, gap, mapping)
-        + L**2 * (L**3 + mdp.num_actions) * _inverse_gaps(mdp, gap, mapping)
-    )
 
 
 def _inverse_gaps(mdp: LayeredMDP, gap: Tensor, mapping: Tensor) -> Tensor:
@@ -278,16 +235,6 @@ def stochastic_bound(
     return 2 * (u * (1.5 * corruption + V + u)).sqrt() + 2 * u + V
 
 
-def harmonic(episodes: Tensor) -> tuple[Statement, Statement]:
-    """sum_{t<=T} 1/t against 2 log T, as printed (false for T = 1, 2), and against 1 + log T."""
-    terms = int(episodes.max())
-    total = (1 / torch.arange(1, terms + 1, dtype=episodes.dtype)).cumsum(0)[episodes.long() - 1]
-    return (
-        statement("sum 1/t <= 2 log T (printed)", total, 2 * episodes.log(), terms),
-        statement("sum 1/t <= 1 + log T", total, 1 + episodes.log(), terms),
-    )
-
-
 # -- alpha and gamma for stochastic losses (`app:appendix_parameter_choices`) ----------------------
 #
 # If every gap is Delta_min and C = 0, the bound is, up to constants, log T / Delta_min times
@@ -313,10 +260,9 @@ class Tuning(NamedTuple):
 
 
 def tuning_objective(mdp: LayeredMDP, alpha: float, gamma: float) -> float:
-    """f(alpha, gamma), the coefficient of log T / Delta_min."""
-    L, S, A, pairs = mdp.horizon, mdp.num_states, mdp.num_actions, mdp.num_pairs
-    X = (1 + alpha) / gamma + gamma * L**2 * (math.sqrt(L) + 1 / (alpha * L))
-    return X**2 * pairs + ((1 + alpha * A) * math.sqrt(S * L) / gamma) ** 2
+    """f(alpha, gamma), the coefficient of log T / Delta_min: X^2 |S| |A| + Y^2."""
+    X, Y, _ = main_general(mdp, Parameters(alpha, 0.0, gamma))
+    return X**2 * mdp.num_pairs + Y**2
 
 
 def tune_stochastic(mdp: LayeredMDP) -> Tuning:
@@ -338,15 +284,3 @@ def tune_stochastic(mdp: LayeredMDP) -> Tuning:
     b = L**2 * (math.sqrt(L) + 1 / (alpha * L))
     gamma = math.sqrt(math.hypot(1 + alpha, math.sqrt(weight) * (1 + alpha * A)) / b)
     return Tuning(alpha, gamma, tuning_objective(mdp, alpha, gamma))
-
-
-def printed_tuning_order(mdp: LayeredMDP) -> float:
-    """The order of the minimum as printed:
-
-        |S| sqrt|A| L^(3/2) ( sqrt|A| L + L^(3/2) + |A| + |A|^(3/4) sqrt(L) ).
-
-    The true minimum is between 2 and 4.6 times it in the tests.
-    """
-    L, A = mdp.horizon, mdp.num_actions
-    order = math.sqrt(A) * L + L**1.5 + A + A**0.75 * math.sqrt(L)
-    return mdp.num_pairs / math.sqrt(A) * L**1.5 * order

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
@@ -19,7 +18,7 @@ from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, optimal_policy
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.theory.bounds import adversarial_bound, lower_order
-from torch_occ.theory.curvatures import curvature, hybrid, inverse_and_diagonal
+from torch_occ.theory.curvatures import M_inverse, N_diagonal, all_N, curvature, hybrid
 from torch_occ.theory.penalty import penalty_bound
 from torch_occ.theory.runs import tilde
 from torch_occ.theory.stability import norm_of_moments, stability_bound, weighed
@@ -54,31 +53,48 @@ class Records(NamedTuple):
     estimated: Tensor  # (C, N, S, A), the sum of the loss estimates
     charged: Tensor  # (C, N, S, A), the sum of the means of the losses
     regret: Tensor  # (C, N)
+    # E |estimate|^2 with the losses since the checkpoint before, at q_t and at the q of that
+    # checkpoint; and the bound of `lem:stability_first_step` at both. (C, N) each.
+    norm: Tensor
+    norm_before: Tensor
+    first_step: Tensor
+    first_step_before: Tensor
 
-    def since(self, first: int) -> Records:
-        """The checkpoints from number `first` on."""
-        return Records(*(part[first:] for part in self))
+
+def expected_norms(mdp: LayeredMDP, alpha: float, q: Tensor, moments: Tensor) -> list[Tensor]:
+    """The last four fields of `Records`, `(K, N)` each.
+
+    Args:
+        q: those of K checkpoints, and of the one before, `(K + 1, N, S, A)`.
+        moments: E[loss_i loss_j], averaged over the episodes since the checkpoint before,
+            `(K, N, SA, SA)`.
+    """
+    curve = curvature(mdp, q, alpha)
+    layers = all_N(mdp, curve)
+    inverse = M_inverse(mdp, curve, layers)
+    steps = mdp.horizon * weighed(mdp, q, N_diagonal(mdp, layers)).sum((-2, -1))
+    ends = slice(1, None), slice(None, -1)
+    norms = [norm_of_moments(mdp, q[end], inverse[end], moments) for end in ends]
+    return norms + [steps[end] for end in ends]
 
 
 def evaluate_curves(
-    step: FTRLStep,
-    parameters: Parameters,
-    records: Records,
-    moments: Tensor,
-    before: Tensor | None = None,
+    step: FTRLStep, parameters: Parameters, records: Records, first: int
 ) -> dict[str, Tensor]:
-    """The curves of the last K checkpoints from the records of all C, `(K, N)` each.
-
-    Args:
-        moments: E[loss_i loss_j], averaged over the episodes since the checkpoint before,
-            `(K, N, SA, SA)`.
-        before: `stability` and `stability_first_step` at checkpoint C - K, `(2, N)`; None if K = C.
-    """
-    mdp, first = step.mdp, len(records.episode) - len(moments)
-    now = records.since(first)
+    """The curves of the K checkpoints from number `first` on, `(K, N)` each."""
+    mdp, now = step.mdp, Records(*(part[first:] for part in records))
     t = now.episode.to(now.q)[:, None].expand_as(now.regret)
     rest = lower_order(mdp, parameters, t)
-    found = _stability(mdp, parameters, records, moments, before)
+    ends = [0, *records.episode.tolist()]
+    left, right = interval_weights(ends, lambda t: 8 * parameters.eta(t)).to(now.q).unsqueeze(-1)
+    found = {
+        "stability": (right * records.norm + left * records.norm_before).cumsum(0)[first:],
+        "stability_first_step": (
+            right * records.first_step + left * records.first_step_before
+        ).cumsum(0)[first:],
+        "stability_now": now.norm,
+        "stability_now_first_step": now.first_step,
+    }
     own = optimal_policy(mdp, now.charged).policy
     shared = optimal_policy(mdp, now.charged.mean(1)).policy.unsqueeze(1).expand_as(own)
     against = _against(mdp, parameters, records, own, found["stability"], rest)
@@ -100,35 +116,6 @@ def evaluate_curves(
             "smoothness_min": torch.where(mdp.actions, ratio, torch.inf).amin((-2, -1)),
         }
     )
-
-
-def _stability(
-    mdp: LayeredMDP,
-    parameters: Parameters,
-    records: Records,
-    moments: Tensor,
-    before: Tensor | None,
-) -> dict[str, Tensor]:
-    """The stability and the bound of `lem:stability_first_step`: at the checkpoints, and summed."""
-    count, first = len(moments), len(records.episode) - len(moments)
-    q = records.q[max(first - 1, 0) :]  # with the checkpoint before, if there is one
-    inverse, R = inverse_and_diagonal(mdp, curvature(mdp, q, parameters.alpha))
-    steps = mdp.horizon * weighed(mdp, q, R).sum((-2, -1))
-    now = norm_of_moments(mdp, q[-count:], inverse[-count:], moments)
-    right = torch.stack([now, steps[-count:]])
-    # The same moments at the start of each interval. Before the first checkpoint q is constant.
-    seen = moments[count + 1 - len(q) :]
-    left = torch.stack([norm_of_moments(mdp, q[:-1], inverse[:-1], seen), steps[:-1]])
-    left = torch.cat([right[:, : count - len(seen)], left], 1)
-
-    ends = [0, *records.episode.tolist()][first:]
-    weights = interval_weights(ends, lambda t: 8 * parameters.eta(t)).to(q)  # (2, K)
-    sums = (weights[0, :, None] * left + weights[1, :, None] * right).cumsum(1)
-    if before is not None:
-        sums = sums + before.unsqueeze(1)
-    names = "stability", "stability_first_step"
-    nows = "stability_now", "stability_now_first_step"
-    return dict(zip((*names, *nows), (*sums, *right), strict=True))
 
 
 def _against(
@@ -204,11 +191,8 @@ def interval_weights(ends: list[int], rate: Callable[[Tensor], Tensor]) -> Tenso
 # -- A callback that evaluates them ----------------------------------------------------------------
 #
 # Between checkpoints the run adds up the means of the losses and their second moments
-# E[loss_i loss_j]. Several checkpoints are evaluated together. Nothing is evaluated twice.
-
-
-#: Checkpoints are evaluated together: at most this many, and at least every so many seconds.
-TOGETHER, EVALUATE_EVERY = 16, 2.0
+# E[loss_i loss_j]. Several checkpoints are evaluated together, at most so many:
+TOGETHER = 16
 
 #: Prefix of the certificate's entries in `Simulation.sums`, with which a saved run continues.
 _KEPT = "theory/"
@@ -233,24 +217,19 @@ class Certificate(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self.records: list[Records] = []  # one checkpoint each
-        # The sum of second moments (N, SA, SA) at the last evaluated checkpoint and those since.
-        self.totals: list[Tensor] = []
+        self.records: Records | None = None
+        self.waiting: list[tuple[Tensor, ...]] = []  # checkpoints that are not yet among them
+        self.total: Tensor | None = None  # the sum of second moments (N, SA, SA) of the records
         self.known: list[dict[str, Tensor]] = []  # the curves, a batch of checkpoints each
-        self.evaluated, self.since, self.unsaved = 0, 0.0, False
 
     @property
     def curves(self) -> dict[str, Tensor]:
         """Every curve by its name, `(N, C)`, and `episodes` `(C,)`, as far as it is evaluated."""
-        if not self.known:
+        if self.records is None:
             return {}
-        episodes = torch.cat([record.episode for record in self.records[: self.evaluated]])
-        joined = {name: curve.movedim(0, -1) for name, curve in self._joined().items()}
-        return {"episodes": episodes} | joined
-
-    def _joined(self) -> dict[str, Tensor]:
-        """Every curve, `(C, N)`."""
-        return {name: torch.cat([part[name] for part in self.known]) for name in self.known[0]}
+        names = self.known[0]
+        joined = {name: torch.cat([part[name] for part in self.known]).T for name in names}
+        return {"episodes": self.records.episode} | joined
 
     def on_start(self, run: Simulation) -> None:
         self._begin()
@@ -262,50 +241,53 @@ class Certificate(Callback):
         if run.t:
             self._restore(run)
         run.ask_for_second_moments()
-        if not self.totals:
-            self.totals = [run.sums["second_moment"].clone()]
+        if self.total is None:
+            self.total = run.sums["second_moment"].clone()
 
     def on_checkpoint(self, run: Simulation) -> None:
-        if len(self.records) == self.evaluated:
-            self.since = time.monotonic()
         estimated, regret = run.learner.state["cumulative_loss"], run.curves["regret"][-1]
-        parts = (run.q, estimated, run.sums["total_mean"], regret)
-        kept = (part.detach().clone().unsqueeze(0) for part in parts)
-        self.records.append(Records(torch.tensor([run.t]), *kept))
-        self.totals.append(run.sums["second_moment"].clone())
-        self.unsaved = True
-        if len(self.records) - self.evaluated >= TOGETHER or run.t == run.episodes:
+        parts = (run.q, estimated, run.sums["total_mean"], regret, run.sums["second_moment"])
+        self.waiting.append((torch.tensor(run.t), *(part.detach().clone() for part in parts)))
+        if len(self.waiting) >= TOGETHER:
             self._evaluate(run)
 
     def on_chunk(self, run: Simulation) -> None:
-        if len(self.records) > self.evaluated and time.monotonic() - self.since > EVALUATE_EVERY:
-            self._evaluate(run)
-            self._to_board(TensorBoard.on_chunk, run)  # what is saved as evaluated must be on disk
-        if self.unsaved:
-            kept = _join(self.records)._asdict() | {"totals": torch.stack(self.totals)}
-            if self.known:
-                kept |= {f"curves/{name}": curve for name, curve in self._joined().items()}
+        self._evaluate(run)
+        self._to_board(TensorBoard.on_chunk, run)  # what is saved as evaluated must be on disk
+        if self.records is not None:
+            kept = self.records._asdict() | {"total": self.total}
             run.sums |= {f"{_KEPT}{name}": part for name, part in kept.items()}
-            self.unsaved = False
 
     def on_end(self, run: Simulation, history: History) -> None:
-        if len(self.records) > self.evaluated:  # after Ctrl-C
-            self._evaluate(run)
+        self._evaluate(run)
 
     @torch.no_grad()
     def _evaluate(self, run: Simulation) -> None:
         """Evaluate and log the checkpoints that have waited."""
+        if not self.waiting:
+            return
+        assert self.total is not None
+        parts = [torch.stack(x) for x in zip(*self.waiting, strict=True)]
+        episode, q, *_, total = parts
+        first, start, before = 0, episode.new_zeros(1), q[:1]  # q is constant before the first
+        if self.records is not None:
+            first, start, before = len(self.records.q), *(x[-1:] for x in self.records[:2])
+        elapsed = torch.diff(episode, prepend=start)[:, None, None, None]
+        moments = torch.diff(total, dim=0, prepend=self.total.unsqueeze(0)) / elapsed
+        q = torch.cat([before, q])
+        found = expected_norms(run.learner.mdp, self.parameters.alpha, q, moments)
+        new = Records(*parts[:-1], *found)
+        if self.records is not None:
+            new = Records(*map(torch.cat, zip(self.records, new, strict=True)))
+        self.records, self.total, self.waiting = new, total[-1], []
+        self._add_curves(run, first)
+        self._to_board(_log_scalars, self.known[-1], episode.tolist())
+
+    def _add_curves(self, run: Simulation, first: int) -> None:
         assert isinstance(run.learner, FTRL)
-        records, first = _join(self.records), self.evaluated
-        start = records.episode[first - 1 : first] if first else torch.tensor([0])
-        elapsed = torch.diff(records.episode[first:], prepend=start)
-        moments = torch.diff(torch.stack(self.totals), dim=0) / elapsed[:, None, None, None]
-        names = ("stability", "stability_first_step")
-        before = torch.stack([self.known[-1][name][-1] for name in names]) if first else None
-        found = evaluate_curves(run.learner.step, self.parameters, records, moments, before)
-        self.known.append(found)
-        self.totals, self.evaluated = self.totals[-1:], len(self.records)
-        self._to_board(_log_scalars, found, records.episode[first:].tolist())
+        assert self.records is not None
+        step = run.learner.step
+        self.known.append(evaluate_curves(step, self.parameters, self.records, first))
 
     def _to_board(self, write: Callable[..., None], *arguments: Any) -> None:
         """Log, if there is a board. If its files fail, warn and go on without it."""
@@ -318,31 +300,21 @@ class Certificate(Callback):
             message = f"Certificate: {error}; its curves are not logged any more"
             warnings.warn(message, stacklevel=4)
 
+    @torch.no_grad()
     def _restore(self, run: Simulation) -> None:
         sums = run.sums.items()
         kept = {name.removeprefix(_KEPT): x for name, x in sums if name.startswith(_KEPT)}
-        if not {*Records._fields, "totals"} <= {*kept}:
+        if not {*Records._fields, "total"} <= {*kept}:
             raise ValueError(
                 f"save_to: the run that continues at episode {run.t + 1} was begun without the "
                 "certificate, which needs every checkpoint; leave it out, or begin anew with "
                 "another file"
             )
-        records = Records(*(kept[name] for name in Records._fields))
-        count = len(records.episode)
-        self.records = [Records(*(part[i : i + 1] for part in records)) for i in range(count)]
-        self.totals, self.since = list(kept["totals"]), time.monotonic()
-        self.evaluated = count + 1 - len(self.totals)
-        if self.evaluated:
-            prefix = "curves/"
-            curves = {n.removeprefix(prefix): x for n, x in kept.items() if n.startswith(prefix)}
-            self.known = [curves]
-            # A directory that has this run's log has these points; a fresh one has nothing.
-            if self.board is not None and not self.board.known:
-                self._to_board(_log_scalars, curves, records.episode[: self.evaluated].tolist())
-
-
-def _join(records: list[Records]) -> Records:
-    return Records(*(torch.cat(parts) for parts in zip(*records, strict=True)))
+        self.records, self.total = Records(*(kept[x] for x in Records._fields)), kept["total"]
+        self._add_curves(run, 0)
+        # A directory that has this run's log has these points; a fresh one has nothing.
+        if self.board is not None and not self.board.known:
+            self._to_board(_log_scalars, self.known[0], self.records.episode.tolist())
 
 
 def _log_scalars(board: TensorBoard, found: dict[str, Tensor], episodes: list[int]) -> None:

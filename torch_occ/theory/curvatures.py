@@ -11,8 +11,6 @@ finite.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -190,22 +188,25 @@ def curvature(
     return Curvature(4 * eta * rest**1.5 / alpha, keep("pair", mdp, d_inverse, 0.0))
 
 
-def all_N(mdp: LayeredMDP, curve: Curvature) -> Iterator[Tensor]:
-    """N_0, N_1, ..., N_{L-1} (`eq:def_N`), `(*batch, S_k A, S_k A)`; each needs the one before."""
-    before: Tensor | None = None
+def all_N(mdp: LayeredMDP, curve: Curvature) -> list[Tensor]:
+    """N_0, N_1, ..., N_{L-1} (`eq:def_N`), `(*batch, S_k A, S_k A)` each.
+
+    N_k = D_k^-1 - D_k^-1 W_k D_k^-1, and N_0 = M_0^-1.
+    """
+    layers: list[Tensor] = []
     for k, here in enumerate(mdp.layer_slices):
         exists, (c_inverse, d_inverse) = mdp.actions[here], (part[..., here, :] for part in curve)
         both = torch.where(exists, c_inverse + d_inverse, 1.0)
         share = d_inverse / both
         found = torch.diag_embed((share * torch.where(exists, c_inverse, 0.0)).flatten(-2))
-        if before is not None:
+        if k:
             T = mdp.transitions[k - 1].flatten(-3, -2)
-            core = _core(T.mT @ before @ T, torch.where(exists, 1 / both, 0.0).sum(-1))
+            core = _core(T.mT @ layers[-1] @ T, torch.where(exists, 1 / both, 0.0).sum(-1))
             identity = torch.eye(share.shape[-2], dtype=share.dtype, device=share.device)
             B = (share.unsqueeze(-1) * identity.unsqueeze(-2)).flatten(-3, -2)
             found = found + B @ core @ B.mT
-        yield found
-        before = found
+        layers.append(found)
+    return layers
 
 
 def _core(G: Tensor, sigma: Tensor) -> Tensor:
@@ -218,27 +219,10 @@ def _core(G: Tensor, sigma: Tensor) -> Tensor:
     return (core + core.mT) / 2
 
 
-def N_diagonal(mdp: LayeredMDP, curve: Curvature) -> Tensor:
-    """R(s,a) = N_{k(s)}((s,a),(s,a)) of all layers, `(*batch, S, A)`."""
-    return _diagonals(mdp, list(all_N(mdp, curve)))
-
-
-def _diagonals(mdp: LayeredMDP, layers: list[Tensor]) -> Tensor:
+def N_diagonal(mdp: LayeredMDP, layers: list[Tensor]) -> Tensor:
+    """R(s,a) = N_{k(s)}((s,a),(s,a)) of `all_N`, `(*batch, S, A)`."""
     parts = [layer.diagonal(dim1=-2, dim2=-1) for layer in layers]
     return torch.cat(parts, -1).unflatten(-1, mdp.actions.shape)
-
-
-def inverse_and_diagonal(mdp: LayeredMDP, curve: Curvature) -> tuple[Tensor, Tensor]:
-    """`inverse_hessian` and `N_diagonal`, with one pass through the layers."""
-    found = list(all_N(mdp, curve))
-    return _woodbury(mdp, curve, found), _diagonals(mdp, found)
-
-
-def N(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
-    """N_k = D_k^-1 - D_k^-1 W_k D_k^-1, and N_0 = M_0^-1 (`eq:def_N`); `(*batch, S_k A, S_k A)`."""
-    if not 0 <= k < mdp.horizon:
-        raise ValueError(f"k: expected a layer from 0 to {mdp.horizon - 1}, got {k}")
-    return next(islice(all_N(mdp, curve), k, None))
 
 
 def P(mdp: LayeredMDP, k: int) -> Tensor:
@@ -247,21 +231,18 @@ def P(mdp: LayeredMDP, k: int) -> Tensor:
     return to_states * mdp.actions[mdp.layer_slices[k]].flatten()
 
 
-def W(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
+def W(mdp: LayeredMDP, curve: Curvature, k: int, before: Tensor) -> Tensor:
     """W_k = ( C_k^-1 + D_k^-1 + P~_k' M_{k-1}^-1 P~_k )^-1 of `lem:M_inverse`, for k >= 1.
 
-    Only the rows of P~_k for layer k - 1 are not zero: P~_k' M_{k-1}^-1 P~_k = P_k' N_{k-1} P_k.
+    Only the rows of P~_k for layer k - 1 are not zero: P~_k' M_{k-1}^-1 P~_k = P_k' N_{k-1} P_k,
+    where N_{k-1} is `before`.
     """
-    return _weight(mdp, curve, k, N(mdp, curve, k - 1))
-
-
-def _weight(mdp: LayeredMDP, curve: Curvature, k: int, before: Tensor) -> Tensor:
     here, exists = mdp.layer_slices[k], mdp.actions[mdp.layer_slices[k]].flatten()
     both = torch.where(exists, (curve.c_inverse + curve.d_inverse)[..., here, :].flatten(-2), 1.0)
-    step = P(mdp, k)
+    step, root = P(mdp, k), both.rsqrt()
     inside = torch.diag_embed(both) + step.mT @ before @ step
-    root = both.rsqrt()  # unit diagonal first: the entries span many orders of magnitude
-    factor = torch.linalg.cholesky(root.unsqueeze(-1) * inside * root.unsqueeze(-2))
+    # Unit diagonal first: the entries span many orders of magnitude.
+    factor = torch.linalg.cholesky(_scale(inside, root))
     scaling = root.unsqueeze(-1) * root.unsqueeze(-2)
     return torch.cholesky_inverse(factor) * torch.where(exists.unsqueeze(-1) & exists, scaling, 0.0)
 
@@ -269,10 +250,7 @@ def _weight(mdp: LayeredMDP, curve: Curvature, k: int, before: Tensor) -> Tensor
 def M(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
     """M_k of `lem:def_M`, `eq:def_M`; `(*batch, U_{0:k}, U_{0:k})`."""
     if not bool(mdp.actions.all()) or mdp.num_actions == 1:
-        raise ValueError(
-            "mdp: M_k is finite only if every state has all of at least two actions; "
-            "M_inverse always is"
-        )
+        raise ValueError("mdp: M_k is finite only if every state has all of at least two actions")
     c, d = (1 / part for part in curve)
     found = torch.diag_embed((c + d)[..., mdp.layer_slices[0], :].flatten(-2))
     for j in range(1, k + 1):
@@ -287,35 +265,30 @@ def M(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
     return found
 
 
-def M_inverse(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
+def M_inverse(mdp: LayeredMDP, curve: Curvature, layers: list[Tensor]) -> Tensor:
     """M_k^-1 by Woodbury, `lem:M_inverse`, `eq:M_k_inv_decomp`; `(*batch, U_{0:k}, U_{0:k})`.
 
     With M = M_{k-1} and P~, W, D of layer k, it is (`lem:M_k_inverse_decomp`)
 
         ( M^-1 - M^-1 P~ W P~' M^-1 ,  M^-1 P~ W D^-1 ; D^-1 W P~' M^-1 ,  D^-1 - D^-1 W D^-1 ).
+
+    `layers` are N_0, ..., N_k.
     """
-    return _woodbury(mdp, curve, islice(all_N(mdp, curve), k + 1))
-
-
-def _woodbury(mdp: LayeredMDP, curve: Curvature, layers: Iterable[Tensor]) -> Tensor:
-    found = last = torch.empty(0)
-    for j, layer in enumerate(layers):
-        before, last = last, layer
-        if j == 0:
-            found = last
-            continue
+    found = layers[0]
+    for j in range(1, len(layers)):
         d_inverse = curve.d_inverse[..., mdp.layer_slices[j], :].flatten(-2)
+        before = layers[j - 1]
         seen = found[..., -before.shape[-1] :] @ P(mdp, j)  # M_{j-1}^-1 P~_j
-        across = seen @ _weight(mdp, curve, j, before)
+        across = seen @ W(mdp, curve, j, before)
         corner = across * d_inverse.unsqueeze(-2)
         top = torch.cat([found - across @ seen.mT, corner], -1)
-        found = torch.cat([top, torch.cat([corner.mT, last], -1)], -2)
+        found = torch.cat([top, torch.cat([corner.mT, layers[j]], -1)], -2)
     return found
 
 
 def inverse_hessian(mdp: LayeredMDP, curve: Curvature) -> Tensor:
     """H^-1 = M_{L-1}^-1 (`lem:def_M`, `lem:M_inverse`), `(*batch, SA, SA)`."""
-    return M_inverse(mdp, curve, mdp.horizon - 1)
+    return M_inverse(mdp, curve, all_N(mdp, curve))
 
 
 # -- Closed forms against their definitions --------------------------------------------------------
@@ -351,18 +324,20 @@ def inverse_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Stateme
     D_k^-1 - D_k^-1 W_k D_k^-1, with W_0 = (C_0^-1 + D_0^-1)^-1.
     """
     curve = curvature(mdp, q, alpha)
-    products, blocks = [], []
+    layers, products, blocks = all_N(mdp, curve), [], []
     for k, here in enumerate(mdp.layer_slices):
         d_inverse = curve.d_inverse[..., : here.stop, :].flatten(-2)
         matrix = _scale(M(mdp, curve, k), d_inverse.sqrt())
-        inverse = _scale(M_inverse(mdp, curve, k), d_inverse.rsqrt())
+        inverse = _scale(M_inverse(mdp, curve, layers[: k + 1]), d_inverse.rsqrt())
         error = matrix @ inverse - torch.eye(matrix.shape[-1], dtype=q.dtype, device=q.device)
         products.append(_largest_entry(error) / torch.linalg.matrix_norm(matrix))
         own, c_inverse = (part[..., here, :].flatten(-2) for part in reversed(curve))
-        weight = W(mdp, curve, k) if k else torch.diag_embed(1 / (own + c_inverse))
+        weight = torch.diag_embed(1 / (own + c_inverse))
+        if k:
+            weight = W(mdp, curve, k, layers[k - 1])
         identity = torch.eye(own.shape[-1], dtype=q.dtype, device=q.device)
         defined = identity - _scale(weight, own.sqrt())
-        blocks.append(_largest_entry(_scale(N(mdp, curve, k), own.rsqrt()) - defined))
+        blocks.append(_largest_entry(_scale(layers[k], own.rsqrt()) - defined))
     product, block = (torch.stack(x).amax(0) for x in (products, blocks))
     return (
         equality("lem:M_inverse", product, 0.0, mdp.num_pairs, 1.0),

@@ -13,7 +13,6 @@ from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.terms import keep
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.theory import curvatures
-from torch_occ.theory.bounds import lower_order
 from torch_occ.theory.curvatures import bregman, curvature, hybrid, inverse_hessian, log_barrier
 from torch_occ.theory.stability import norm
 from torch_occ.theory.statements import Parameters, Statement, episodes, equality, statement
@@ -98,9 +97,9 @@ def step_length(
 
 # -- The regret of a run as penalty, stability and a small rest (`app:appendix_proof_ftrl`) --------
 #
-# All statements but the last one are true for every single run. `Recorder` keeps q_t and the loss
-# estimates, `decompose` solves for all tilde q_t at once, and the methods of `Decomposition` are
-# the lemmas. Differences of objective values are Bregman divergences, so that no digits cancel.
+# All statements are true for every single run. `Recorder` keeps q_t and the loss estimates,
+# `decompose` solves for all tilde q_t at once, and the methods of `Decomposition` are the lemmas.
+# Differences of objective values are Bregman divergences, so that no digits cancel.
 
 
 class Trajectory(NamedTuple):
@@ -242,29 +241,11 @@ class Decomposition:
 
         in the norm of the inverse Hessian of phi_H at q_t.
         """
-        right = self.start + self.penalty.sum(0) + self._stability()
+        t = episodes(len(self.regret), self.regret).view(-1, *(1,) * (self.regret.dim() - 1))
+        stability = 8 * (self.parameters.eta(t) * self.norm_hybrid).sum(0)
+        right = self.start + self.penalty.sum(0) + stability
         left, terms = self.regret.sum(0), self.mdp.num_pairs
         return statement("lem:key_lemma_ftrl, one run", left, right, terms, self.size.sum(0))
-
-    def regret_bound(self, regret: Tensor, best: Tensor, q: Tensor) -> Statement:
-        """`lem:key_lemma_ftrl`: Reg_T <= penalty + stability + `lower_order`.
-
-        Means over the seeds stand for expectations. `regret` is the pseudo-regret of each seed at T
-        against q_opt = `best`, one policy for all seeds; q is that of the trajectory.
-        """
-        alpha, mdp = self.parameters.alpha, self.mdp
-        step = self.parameters.eta_step(self._episodes())
-        penalty = (step * (hybrid(mdp, best, alpha) - hybrid(mdp, q, alpha))).sum(0)
-        rest = lower_order(mdp, self.parameters, torch.tensor(float(len(q)), dtype=q.dtype))
-        right = penalty.mean() + self._stability().mean() + rest
-        return statement("lem:key_lemma_ftrl", regret.mean(), right, mdp.num_pairs, rest)
-
-    def _episodes(self) -> Tensor:
-        return episodes(len(self.regret), self.regret).view(-1, *(1,) * (self.regret.dim() - 1))
-
-    def _stability(self) -> Tensor:
-        """8 sum_t eta_t |estimate_t|^2, `(*batch,)`."""
-        return 8 * (self.parameters.eta(self._episodes()) * self.norm_hybrid).sum(0)
 
 
 @torch.no_grad()

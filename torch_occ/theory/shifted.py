@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.game.callbacks import Callback
-from torch_occ.game.shifted import ShiftedFTRL, root_and_barrier
+from torch_occ.game.shifted import ShiftedFTRL, rate_of
 from torch_occ.game.simulate import Simulation
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
@@ -30,7 +30,7 @@ from torch_occ.theory.statements import Statement, episodes, statement
 
 @dataclass(frozen=True)
 class ShiftSettings:
-    """The constants of the theorems: gamma, c, b, and the weight w of a log-barrier.
+    """The constants of the theorems: gamma, c, b, and whether there are hints.
 
     `exits` is how many caps the end of the shift may cost: 3, or 1 with a frozen ledger.
     """
@@ -39,27 +39,23 @@ class ShiftSettings:
     cap: float = 0.0
     budget: float = 0.0
     exits: int = 3
-    barrier: float = 0.0
-    hinted: bool = False
+    hints: bool = False
 
     @classmethod
     def of(cls, learner: ShiftedFTRL) -> ShiftSettings:
         """The constants of a learner; gamma is NaN if no theorem holds (`learner.guarantee`)."""
-        gamma, barrier = root_and_barrier(learner.step.regularizer) or (math.nan, math.nan)
-        if learner.guarantee.startswith("none"):
-            gamma = math.nan
-        exits = 1 if learner.ledger == "frozen" else 3
-        return cls(gamma, learner.cap, learner.budget, exits, barrier, learner.hinted)
+        gamma, exits = rate_of(learner.step.regularizer), 1 if learner.ledger == "frozen" else 3
+        gamma = math.nan if gamma is None else gamma
+        return cls(gamma, learner.cap, learner.budget, exits, learner.hints)
 
     def limit(self, mdp: LayeredMDP, B: Tensor) -> Tensor:
         """b (1 + B) + 3 c (L + B), the right-hand side of Lemma 2."""
         return self.budget * (1 + B) + self.exits * self.cap * (mdp.horizon + B)
 
-    def lower_order(self, mdp: LayeredMDP, T: int) -> float:
-        """b + 3 c L, and what a log-barrier costs: w S A log T + L + sqrt(L S A) / gamma."""
-        root = math.sqrt(mdp.horizon * mdp.num_pairs) / self.gamma
-        price = self.barrier * mdp.num_pairs * math.log(T) + mdp.horizon + root
-        return self.budget + self.exits * self.cap * mdp.horizon + (price if self.barrier else 0.0)
+    @property
+    def price(self) -> float:
+        """b + 3c, what the shift may cost in units of B."""
+        return self.budget + self.exits * self.cap
 
 
 def inner(x: Tensor, y: Tensor) -> Tensor:
@@ -88,9 +84,8 @@ class ShiftCertificate(Callback):
         names, state = ("cumulative_loss", "shift", "ledger", "stability"), self.learner.state
         kept = {"q": run.q, "total": run.sums["total_mean"], "regret": regret}
         kept |= {name: state[name] for name in names}
-        hint = self.learner.mean() if self.learner.hinted else torch.zeros_like(state["shift"])
-        # The hint is that of the next episode.
-        return {n: x.clone() for n, x in kept.items()} | {"hint": hint, "t": torch.tensor(run.t)}
+        kept |= {"hint": self.learner.hint(run.t + 1), "t": torch.tensor(run.t)}
+        return {name: x.clone() for name, x in kept.items()}
 
     def all(self, name: str) -> Tensor:
         """Everything of a name, at the start and at all C checkpoints, `(C + 1, N, ...)`."""
@@ -114,7 +109,7 @@ class ShiftCertificate(Callback):
         )
         u = occupancy(mdp, optimal_policy(mdp, total).policy)
         roots, best = q.sqrt().sum((-2, -1)), u.sqrt().sum((-2, -1))
-        factor = 4 * math.sqrt(2) if settings.hinted else 2
+        factor = 4 if settings.hints else 2
         stable = running_weights(t, lambda x: factor * gamma / x.sqrt()).to(roots)
         steps = running_weights(t, lambda x: (x.sqrt() - (x - 1).sqrt()) / gamma).to(roots)
         found = {"stability": stable @ roots, "moved": inner(u, self.all("shift")[1:])}
@@ -181,26 +176,48 @@ def lemma_3(mdp: LayeredMDP, q: Tensor, mapping: Tensor) -> tuple[Statement, Sta
     return statement("Lemma 3", B, root, terms), others
 
 
+def lower_order(mdp: LayeredMDP, gamma: float, hints: bool) -> float:
+    """The factor of eta_t^2 / gamma^2 in Lemma 4 (ii):
+
+    8 gamma^2 L^3 S sqrt(A), and gamma^2 (128 L^3 S sqrt(A) + 80 L (S A)^(3/2)) with hints.
+    """
+    rare = mdp.horizon**3 * mdp.num_states * math.sqrt(mdp.num_actions)
+    return gamma**2 * (128 * rare + 80 * mdp.horizon * mdp.num_pairs**1.5 if hints else 8 * rare)
+
+
 @torch.no_grad()
 def lemma_4(
-    mdp: LayeredMDP, q: Tensor, estimate: Tensor, chance: Tensor, t: int, gamma: float
+    mdp: LayeredMDP,
+    q: Tensor,
+    estimate: Tensor,
+    chance: Tensor,
+    t: int,
+    gamma: float,
+    hint: Tensor | None = None,
 ) -> tuple[Statement, Statement]:
     """Lemma 4: E[stab_t | past] at q_t = q `(S, A)` is (i) at most 2 eta_t sum sqrt(q), (ii) and
 
         at most 4 eta_t L^2 sum sqrt(q) (1 - pi) + 8 eta_t^2 L^3 S sqrt(A).
 
+    With hints, (i) needs eta_t <= 1/4 and has 4 for 2; (ii) needs eta_t L <= 1/16, and has 16 for 4
+    and the second term of `lower_order`.
+
     Args:
         estimate: lhat_t of every trajectory, `(M, S, A)`.
         chance: its probability, `(M,)`.
+        hint: m_t, `(S, A)`.
     """
     eta, L, step = gamma / math.sqrt(t), mdp.horizon, FTRLStep(mdp, Tsallis() / InverseSqrt(gamma))
     loss = torch.where(mdp.actions, 1 / (2 * eta * q.sqrt()), 0.0)  # q is the minimum of F
     times, many = torch.full_like(chance, float(t)), q.expand_as(estimate)
-    left = (chance * stability_of(step, many, loss.expand_as(many), estimate, times)).sum()
-    b = (q.sqrt() * (1 - policy_of(mdp, q))).sum()
-    right = 4 * eta * L**2 * b + 8 * eta**2 * L**3 * mdp.num_states * math.sqrt(mdp.num_actions)
-    scale = (chance * inner(q, estimate)).sum() + q.sqrt().sum() / eta
-    first = statement("Lemma 4 (i)", left, 2 * eta * q.sqrt().sum(), mdp.num_pairs, scale=scale)
+    known = torch.zeros_like(q) if hint is None else hint
+    left = (chance * stability_of(step, many, loss.expand_as(many), estimate - known, times)).sum()
+    b, factor = (q.sqrt() * (1 - policy_of(mdp, q))).sum(), 2.0 if hint is None else 4.0
+    right = factor**2 * eta * L**2 * b + lower_order(mdp, gamma, hint is not None) / t
+    scale = (chance * inner(q, estimate.abs() + known)).sum() + q.sqrt().sum() / eta
+    first = statement(
+        "Lemma 4 (i)", left, factor * eta * q.sqrt().sum(), mdp.num_pairs, scale=scale
+    )
     return first, statement("Lemma 4 (ii)", left, right, mdp.num_pairs, scale=scale)
 
 
@@ -218,11 +235,11 @@ def lemma_5(mdp: LayeredMDP, q: Tensor, u: Tensor, mapping: Tensor) -> Statement
 def theorem_a(mdp: LayeredMDP, settings: ShiftSettings, regret: Tensor, T: int) -> Statement:
     """Theorem A: the mean of `regret` over seeds, against one fixed policy, is at most
 
-    (4 gamma + 1 / gamma + 2 (b + 3c)) sqrt(L S A T) + b + 3 c L; 8 sqrt(2) gamma with hints.
+    (4 gamma + 1 / gamma + 2 (b + 3c)) sqrt(L S A T) + b + 3 c L; 8 gamma with hints.
     """
-    slope = 1 / settings.gamma + (8 * math.sqrt(2) if settings.hinted else 4) * settings.gamma
-    slope += 2 * (settings.budget + settings.exits * settings.cap)
-    right = slope * math.sqrt(mdp.horizon * mdp.num_pairs * T) + settings.lower_order(mdp, T)
+    slope = 1 / settings.gamma + (8 if settings.hints else 4) * settings.gamma + 2 * settings.price
+    root = math.sqrt(mdp.horizon * mdp.num_pairs * T)
+    right = slope * root + settings.limit(mdp, torch.zeros(()))
     return statement("Theorem A", regret.mean(), right, mdp.num_pairs)
 
 
@@ -237,10 +254,10 @@ def theorem_b(
     L, S, gamma, log = mdp.horizon, mdp.num_states, settings.gamma, 1 + math.log(T)
     # The S least gaps are those of pi*. Another zero is a tie, and the bound is infinite.
     found = gaps[mdp.actions].sort().values[S:]
-    G = 1 / gamma + (8 * math.sqrt(2) if settings.hinted else 8) * gamma * L**2
-    G += 2 * (settings.budget + settings.exits * settings.cap)
+    G = 1 / gamma + (32 if settings.hints else 8) * gamma * L**2 + 2 * settings.price
     U = log * float(G**2 / 2 * (1 / found).sum() + S * L / (gamma**2 * found.min()))
-    rare = 0.0 if settings.hinted else 8 * gamma**2 * L**3 * S * math.sqrt(mdp.num_actions) * log
-    V = settings.lower_order(mdp, T) + rare
+    V = float(settings.limit(mdp, torch.zeros(()))) + log * lower_order(mdp, gamma, settings.hints)
+    if settings.hints:  # Lemma 4 (i) while eta_t L > 1/16
+        V += 128 * gamma**2 * L * math.sqrt(L * mdp.num_pairs)
     right = 2 * U + V + 2 * math.sqrt((1.5 * C + U + V) * U)
     return statement("Theorem B", regret.mean(), right, mdp.num_pairs)

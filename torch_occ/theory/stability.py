@@ -16,7 +16,14 @@ from torch_occ.game.losses import second_moments
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import policy_of
 from torch_occ.regularizers.terms import keep
-from torch_occ.theory.curvatures import Curvature, N, N_diagonal, P, curvature, inverse_hessian
+from torch_occ.theory.curvatures import (
+    Curvature,
+    N_diagonal,
+    P,
+    all_N,
+    curvature,
+    inverse_hessian,
+)
 from torch_occ.theory.penalty import outside, reach
 from torch_occ.theory.statements import Statement, statement
 
@@ -29,7 +36,7 @@ def H_and_N(mdp: LayeredMDP, curve: Curvature, k: int, w: Tensor) -> Statement:
     first = sum(mdp.layer_sizes[:k]) * mdp.num_actions
     here = slice(first, first + mdp.layer_sizes[k] * mdp.num_actions)
     block, w = inverse_hessian(mdp, curve)[..., here, here], w.flatten(-2).unsqueeze(-1)
-    left, right = ((w.mT @ x @ w)[..., 0, 0] for x in (block, N(mdp, curve, k)))
+    left, right = ((w.mT @ x @ w)[..., 0, 0] for x in (block, all_N(mdp, curve)[k]))
     d_inverse = curve.d_inverse[..., mdp.layer_slices[k], :].flatten(-2)
     scale = w.shape[-2] * (w.square().squeeze(-1) * d_inverse).sum(-1)
     return statement("lem:H_and_N", left, right, mdp.num_pairs, scale)
@@ -48,11 +55,12 @@ def N_properties(
     here, pairs = mdp.layer_slices[k], int(mdp.actions[mdp.layer_slices[k]].sum())
     exists = mdp.actions[here].flatten()
     c_inverse, d_inverse = (part[..., here, :].flatten(-2)[..., exists] for part in curve)
-    block = N(mdp, curve, k)[..., exists, :][..., exists]
+    layers = all_N(mdp, curve)
+    block = layers[k][..., exists, :][..., exists]
     other, diagonal = torch.diag_embed(c_inverse), torch.diag_embed(d_inverse)
     if k:
         step = P(mdp, k)[..., exists]
-        other = other + step.mT @ N(mdp, curve, k - 1) @ step
+        other = other + step.mT @ layers[k - 1] @ step
     positive, small, recursive = (
         statement(f"lem:N_properties, {name}", _largest_eigenvalue(*matrices), 0.0, pairs, pairs)
         for name, *matrices in (
@@ -81,11 +89,6 @@ def quadratic_form_diagonal(matrix: Tensor, w: Tensor) -> Statement:
     return statement("lem:quadratic_form_diagonal", left, right, w.shape[-1] ** 2)
 
 
-def reach_over_q(mdp: LayeredMDP, q: Tensor) -> Tensor:
-    """p^pi(s'|s,a) / q(s') for the policy of q, `(*batch, SA, S)`."""
-    return (reach(mdp, policy_of(mdp, q)) / q.sum(-1)[..., None, None, :]).flatten(-3, -2)
-
-
 def expected_norm(
     mdp: LayeredMDP, q: Tensor, inverse: Tensor, mean: Tensor, second_moment: Tensor
 ) -> Tensor:
@@ -111,7 +114,8 @@ def norm_of_moments(mdp: LayeredMDP, q: Tensor, inverse: Tensor, moments: Tensor
     product, pairs = inverse * moments, q.shape[-2:]
     single = weighed(mdp, q, product.diagonal(dim1=-2, dim2=-1).unflatten(-1, pairs))
     # Of two different pairs one comes later. The probability of meeting it depends on its state.
-    later = product.unflatten(-1, pairs).sum(-1) * reach_over_q(mdp, q)  # (*batch, SA, S)
+    met = reach(mdp, policy_of(mdp, q)).flatten(-3, -2) / q.sum(-1).unsqueeze(-2)
+    later = product.unflatten(-1, pairs).sum(-1) * met  # (*batch, SA, S)
     return single.sum((-2, -1)) + 2 * later.sum((-2, -1))
 
 
@@ -121,9 +125,14 @@ def norm(inverse: Tensor, estimate: Tensor) -> Tensor:
     return (x * (inverse @ x.unsqueeze(-1)).squeeze(-1)).sum(-1)
 
 
+def N_over_q(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
+    """N_k((s,a),(s,a)) / q(s,a), `(*batch, S, A)`."""
+    return weighed(mdp, q, N_diagonal(mdp, all_N(mdp, curvature(mdp, q, alpha))))
+
+
 def first_step_bound(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
     """L sum_k sum_{U_k} N_k((s,a),(s,a)) / q(s,a), the right of `lem:stability_first_step`."""
-    return mdp.horizon * weighed(mdp, q, N_diagonal(mdp, curvature(mdp, q, alpha))).sum((-2, -1))
+    return mdp.horizon * N_over_q(mdp, q, alpha).sum((-2, -1))
 
 
 def weighed(mdp: LayeredMDP, q: Tensor, R: Tensor) -> Tensor:
@@ -174,7 +183,7 @@ def layer_recursion(
     `eq:R_bound`, as the worst ratio over all pairs against 1, `(*batch,)`:
         R(s,a) <= 4 q(s,a)^(3/2).
     """
-    weights = weighed(mdp, q, N_diagonal(mdp, curvature(mdp, q, alpha)))
+    weights = N_over_q(mdp, q, alpha)
     left_out = torch.where(mapping > 0, 0.0, q.sqrt())
     sums, roots = (
         torch.stack([x.sum((-2, -1)) for x in mdp.split(table, -2)], -1)  # (*batch, L)

@@ -430,8 +430,9 @@ def forecast(
     phases = phases_of(mdp, losses, int(episodes))
     step = FTRLStep(mdp, regularizer)
     grid = Quadrature.over(phases.starts, int(episodes), per_decade, mdp.transitions[0])
-    shapes = (shape for _, shape in regularizer.batched())
-    batch = torch.broadcast_shapes(phases.means.shape[1:-2], mdp.batch_shape, *shapes)
+    batch = torch.broadcast_shapes(
+        phases.means.shape[1:-2], mdp.batch_shape, *regularizer.batched()
+    )
     missing = (1,) * (len(batch) + 3 - phases.means.dim())
     mean = phases.means.reshape(len(phases.starts), *missing, *phases.means.shape[1:])
     mean = mean.expand(-1, *batch, -1, -1)  # (P, *batch, S, A)

@@ -95,7 +95,7 @@ def leap(
         raise ValueError(f"particles: expected at least 1, got {particles}")
     if not accuracy > 0:
         raise ValueError(f"accuracy: expected a positive number, got {accuracy}")
-    for _, batch in regularizer.batched():
+    for batch in regularizer.batched():
         raise ValueError(
             f"regularizer: a parameter has the batch shape {tuple(batch)}, and leap takes one "
             "regularizer at a time; forecast takes a batch"
