@@ -8,83 +8,19 @@ which no importance weight changes.
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ._support.constants import BLOCK
 from torch_occ._support.processes import for_each
 from torch_occ._support.streams import invert
 from torch_occ.engine import play as loop
-from torch_occ.engine.layout import Floats, Ints, Work, kernel, routine
+from torch_occ.engine.layout import Floats
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.players import EnginePlayer, form_of, state_rows
 from torch_occ.mdp.occupancy import occupancy
-
-
-class Side(NamedTuple):
-    """One player of one seed, as torch_occ.engine.play sees it, and the Z ends of the game."""
-
-    game: loop.Game
-    tally: loop.Tally
-    last: Ints  # (Z,), the last pair of the player before the end, or -1
-    path: Ints  # (Z, L), all of them, by layer, or -1
-    losses: Floats  # (Z,)
-    learner: Any
-    work: Work
-
-
-@kernel
-def play_both(odds: Floats, numbers: Floats, first: Side, second: Side) -> None:
-    """Play n episodes with uniform numbers `(n,)`; end z has the probability odds(z) q(z) q(z)."""
-    for t in range(len(numbers)):
-        move(t, first)
-        move(t, second)
-        end, rest = 0, min(numbers[t], 1 - 2.0**-50)
-        for z in range(len(odds)):
-            mass = odds[z] * chance_of(first, z) * chance_of(second, z)
-            if mass > 0.0:
-                end = z
-                if rest < mass:
-                    break
-                rest -= mass
-        learn(t, first, end)
-        learn(t, second, end)
-
-
-@routine(inline=True)
-def move(t: int, side: Side) -> None:
-    """Let a player propose, and add its strategy to the sum."""
-    loop.propose(side.game, t, side.tally, side.learner, side.work)
-    loop.occupy(side.game.model, side.tally.q, side.learner, side.work)
-    for i in range(len(side.tally.q)):
-        side.tally.cumulative_occupancy[1, i] += side.tally.q[i]
-    if (side.game.before + t + 1) % BLOCK == 0:
-        loop.close_block(side.tally.cumulative_occupancy)
-
-
-@routine(inline=True)
-def chance_of(side: Side, end: int) -> float:
-    """q of the last pair before an end; 1 if there is none."""
-    return side.tally.q[side.last[end]] if side.last[end] >= 0 else 1.0
-
-
-@routine(inline=True)
-def learn(t: int, side: Side, end: int) -> None:
-    """Write the trajectory to an end, with the loss on the last pair, and observe."""
-    game, q = side.game, side.tally.q
-    for k in range(game.pairs.shape[1]):
-        pair = side.path[end, k]
-        game.states[0, k] = pair // game.model.num_actions
-        game.losses[0, k] = side.losses[end] if pair == side.last[end] else 0.0
-        if pair < 0:
-            pair, game.losses[0, k] = game.model.start[k + 1] * game.model.num_actions - 1, 0.0
-            while not q[pair] > 0.0:  # the layer has the mass 1
-                pair -= 1
-        game.pairs[0, k] = pair
-    loop.observe(game, t, side.tally, side.learner, side.work)
 
 
 class MatchPlayer:
@@ -115,20 +51,20 @@ class MatchPlayer:
                 run.t, run.since = run.t + 1, run.since + 1
                 self._play_round(run, uniform)
             return
-        given = []
-        for side in self.sides:
-            side.learner.check_settings()
-            over = {name: f(run.t, run.t + 1 + n) for name, f in side.over_time.items()}
-            given.append((state_rows(side.form, side.learner.state), over))
-        self._run(run, drawn.numpy(), given)
+        self._run(run, drawn.numpy())
         run.t, run.since = run.t + n, run.since + n
         for side in self.sides:
             side.adapt(n, time.monotonic() - begun)
         self.most = min(side.most for side in self.sides)
 
-    def _run(self, run: Any, numbers: Floats, given: Any) -> None:
+    def _run(self, run: Any, numbers: Floats) -> None:
         """Call the kernel for every seed, in threads."""
-        match, none = self.match, np.zeros((len(numbers), 2, 1))
+        match, none, given = self.match, np.zeros((len(numbers), 2, 1)), []
+        for side in self.sides:
+            side.learner.check_settings()
+            span = (run.t, run.t + 1 + numbers.shape[1])
+            over = {name: f(*span) for name, f in side.over_time.items()}
+            given.append((state_rows(side.form, side.learner.state), over))
         shared = state_rows(loop.Tally, {k: x for k, x in run.sums.items() if x.dim() == 1})
         shared |= dict.fromkeys(("total_mean", "expected", "realised"), none)
         shared["second_moment"] = none[:, :0, :0]
@@ -146,13 +82,10 @@ class MatchPlayer:
                 states, over = given[i]
                 fields = fields | over | {name: x[seed] for name, x in states.items()}
                 learner = player.form(*(fields[name] for name in player.form._fields))
-                ends = (
-                    match.game.last_pairs[i].numpy(),
-                    match.paths[i].numpy(),
-                    match.losses[i].numpy(),
-                )
-                sides.append(Side(game, tally, *ends, learner, work))
-            play_both(match.odds.numpy(), numbers[seed], *sides)
+                last, way = match.game.last_pairs[i].numpy(), match.paths[i].numpy()
+                ends = last, way, match.losses[i].numpy()
+                sides.append(loop.Side(game, tally, *ends, learner, work))
+            loop.play_both(match.odds.numpy(), numbers[seed], *sides)
 
         for_each(play_seed, len(numbers))
 
@@ -173,13 +106,13 @@ class MatchPlayer:
             if table is not None:  # as if every pair had been visited
                 pairs, losses = torch.arange(q[0].numel()).expand(len(q), -1), table.flatten(-2)
             else:
-                path, count = match.paths[i][end], q.shape[-1]
-                likely = [part.flatten(-2).argmax(-1) for part in x.mdp.split(q, -2)]
-                likely = torch.stack(likely, -1) + torch.tensor(
-                    [k.start * count for k in x.mdp.layer_slices]
+                path, parts = (
+                    match.paths[i][end],
+                    zip(x.mdp.split(q, -2), x.mdp.layer_slices, strict=True),
                 )
-                pairs = path.where(path >= 0, likely)
-                last = path == game.last_pairs[i][end, None]
+                likely = [part.flatten(-2).argmax(-1) + k.start * q.shape[-1] for part, k in parts]
+                pairs = path.where(path >= 0, torch.stack(likely, -1))
+                last = (path >= 0) & (path == game.last_pairs[i][end, None])
                 losses = match.losses[i][end, None].where(last, 0.0)
             shown.append(Feedback(pairs // q.shape[-1], pairs % q.shape[-1], losses, table))
         run.tally(0 * run.q, Feedback(*[torch.zeros(len(numbers), 1)] * 3, None))

@@ -221,13 +221,8 @@ class QuantalResponse(nn.Module):
                 blocks.append(whole.tocsr()[has][:, has])
             H, F = tau * sparse.block_diag(blocks, format="csr") @ Q, self.E @ Q
         factors = splu(sparse.bmat([[H + C @ Q, -self.E.T], [F, None]], format="csc"))
-        return factors, -self._change(game, factors, g, tau)
-
-    def _change(self, game: ExtensiveGame, factors: Any, g: Tensor, *taus: float) -> Tensor:
-        """J^-1 times the residual at v = 0, or times its difference between two values of tau."""
-        z = pad(g, (0, self.sizes[1]))
-        first, *second = (self._residual(game, z, tau) for tau in taus)
-        return _Solve.apply(factors, second[0] - first if second else first, "N")
+        step = _Solve.apply(factors, self._residual(game, pad(g, (0, self.sizes[1])), tau), "N")
+        return factors, -step
 
     def _solve(self, game: ExtensiveGame, C: Any, tau: float) -> tuple[Tensor, int]:
         """log q, and the number of Newton steps; from large tau to this one."""
@@ -249,7 +244,9 @@ class QuantalResponse(nn.Module):
                 change = float((now.exp() - last.exp()).abs().amax())
                 if self._moved(last, now) < (1e-9 if lower == tau else 0.1):
                     g, level, ratio = now, lower, ratio ** (3 if count <= 3 else 2)
-                    slope = self._change(game, factors, g, lower, lower + 1)
+                    z = pad(g, (0, self.sizes[1]))
+                    by_tau = self._residual(game, z, lower + 1) - self._residual(game, z, lower)
+                    slope = _Solve.apply(factors, by_tau, "N")
                     break
                 if not change < np.inf or (count > 3 and change > max(0.9 * before, 1e-3)):
                     break

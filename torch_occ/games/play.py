@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import later
-from torch_occ.game import estimators
 from torch_occ.game.callbacks import Callback
+from torch_occ.game.estimators import FullInformation, ImplicitExploration, ImportanceWeighted
 from torch_occ.game.history import Curves, History
 from torch_occ.game.learners import FTRL, FixedPolicy, FollowTheLeader, Learner
 from torch_occ.game.losses import BernoulliLosses
@@ -22,18 +22,19 @@ from torch_occ.games.tree import ExtensiveGame, GamePolicy, Treeplex
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point, policy_of
 
-# -- Both players as one learner, and what a run leaves --------------------------------------------
 
+class Match(Learner, Callback):
+    """Two learners that play a game, as one learner of an MDP without choices, for `simulate`.
 
-class Match(Learner):
-    """Two learners that play a game, as one learner of an MDP without choices, for `simulate`."""
+    It is also the callback that adds points to the curves.
+    """
 
     def __init__(self, game: ExtensiveGame, learners: Sequence[Any], full: bool) -> None:
         super().__init__(LayeredMDP([torch.ones(1, 1, 1, dtype=torch.float64)]))
         self.game, self.full, self.odds, self.paths = game, full, game.chance, []
-        most, least = game.payoffs.detach().amax(0), game.payoffs.detach().amin(0)
-        losses = (most - game.payoffs.detach()) / (most - least).clamp(min=1e-300)  # in [0, 1]
-        self.losses, self.learners = losses.T.contiguous(), [*learners]
+        payoffs, self.learners = game.payoffs.detach(), [*learners]
+        spread = (payoffs.amax(0) - payoffs.amin(0)).clamp(min=1e-300)
+        self.losses = ((payoffs.amax(0) - payoffs) / spread).T.contiguous()  # in [0, 1]
         for i, (plex, pair) in enumerate(zip(game.treeplexes, game.last_pairs, strict=True)):
             self.learners[i] = _prepared(plex, i, learners[i], full)
             path, count = torch.full((len(pair), plex.mdp.horizon), -1), plex.mdp.num_actions
@@ -78,38 +79,33 @@ class Match(Learner):
         both = {name: torch.maximum(x, other[name]) for name, x in one.items() if name in other}
         return (one or other) | both
 
+    def monitor(self, mdp: LayeredMDP, q: Tensor) -> dict[str, float]:
+        return {name: float(x[:, -1].mean()) for name, x in self.curves.items()}
+
     def strategies(self, t: int) -> dict[str, Tensor]:
         """The average strategies after t episodes, and the last, by their names in a history."""
         averages = [sums["cumulative_occupancy"].sum(1) / max(t, 1) for sums in self.sums]
         found = {f"average_q{i}": q for i, q in enumerate(averages)}
         return found | {f"last_q{i}": sums["q"].clone() for i, sums in enumerate(self.sums)}
 
-    def monitor(self, mdp: LayeredMDP, q: Tensor) -> dict[str, float]:
-        return {name: float(x[:, -1].mean()) for name, x in self.curves.items()}
-
-
-class _Recorder(Callback):
-    """Adds a point to the curves of a match at every checkpoint."""
-
     def on_start(self, run: Any) -> None:
         self.run = run
 
     def on_checkpoint(self, run: Any) -> None:
-        game, x = run.learner.game, run.learner.strategies(run.t)
-        averages = x["average_q0"], x["average_q1"]
+        curves, (first, second, *last) = run.learner.curves, run.learner.strategies(run.t).values()
         now = {
-            "exploitability": game.exploitability(*averages),
-            "last_exploitability": game.exploitability(x["last_q0"], x["last_q1"]),
-            "payoff": game.value(*averages)[..., 0],
+            "exploitability": self.game.exploitability(first, second),
+            "last_exploitability": self.game.exploitability(*last),
+            "payoff": self.game.value(first, second)[..., 0],
         }
-        for name, new in now.items():
-            before = run.learner.curves.get(name, new[:, None][:, :0])
-            run.learner.curves[name] = torch.cat([before, new.detach()[:, None]], 1)
+        for name, x in now.items():
+            new = x.detach()[:, None]
+            curves[name] = torch.cat([curves.get(name, new[:, :0]), new], 1)
 
 
 def _prepared(plex: Treeplex, player: int, learner: Any, full: bool) -> Learner:
     """A copy of a learner for this feedback; refuse what would be silently wrong."""
-    name = type(learner).__name__
+    name, kind = type(learner).__name__, "full information" if full else "bandit feedback"
     if not isinstance(learner, Learner):
         raise TypeError(f"learners: expected an occ.Learner for player {player}, got {name}")
     if learner.mdp is not plex.mdp:
@@ -117,21 +113,16 @@ def _prepared(plex: Treeplex, player: int, learner: Any, full: bool) -> Learner:
             f"learners: that of player {player} was made for another MDP; make it with "
             f"game.treeplex({player}).mdp"
         )
-    found: Any = learner.copy()
-    weights = estimators.ImportanceWeighted, estimators.ImplicitExploration
-    fits = isinstance(found, FixedPolicy) or not type(found).__module__.startswith("torch_occ.")
+    found, weights = learner.copy(), (ImportanceWeighted, ImplicitExploration)
     if full and isinstance(found, FTRL) and not isinstance(found, ShiftedFTRL):
-        found.estimator = estimators.FullInformation()
-    elif not (
-        fits or isinstance(found, FollowTheLeader)
-        if full
-        else fits or (isinstance(found, FTRL) and type(found.estimator) in weights)
+        found.estimator = FullInformation()
+    elif type(found).__module__.startswith("torch_occ.") and not (
+        isinstance(found, FixedPolicy | FollowTheLeader if full else FixedPolicy)
+        or (not full and isinstance(found, FTRL) and type(found.estimator) in weights)
     ):
         raise ValueError(
-            f"learners: {name} does not learn from full information in a game; use occ.FTRL"
-            if full
-            else f"learners: {name} does not learn from bandit feedback in a game; use occ.FTRL with "
-            "importance weights or implicit exploration"
+            f"learners: {name} does not learn from {kind} in a game; use occ.FTRL, for bandit "
+            "feedback with importance weights or implicit exploration"
         )
     return found
 
@@ -203,14 +194,16 @@ def self_play(
         learners = [learners(plex) for plex in game.treeplexes]
     if len(learners) != 2:
         raise ValueError(f"learners: expected one for each of two players, got {len(learners)}")
-    match, recorder = Match(game, learners, feedback == "full"), _Recorder()
-    losses = BernoulliLosses(torch.zeros(1, 1, dtype=torch.float64))
-    options["callbacks"] = [recorder, *options.get("callbacks", ())]
+    match, losses = (
+        Match(game, learners, feedback == "full"),
+        BernoulliLosses(torch.zeros(1, 1).double()),
+    )
+    options["callbacks"] = [match, *options.get("callbacks", ())]
 
     def history_of(played: History) -> GameHistory:
-        own, names = recorder.run.learner, [field.name for field in fields(GameHistory)]
+        own, names = match.run.learner, [field.name for field in fields(GameHistory)]
         kept = {name: x for name, x in vars(played).items() if name in names}
-        found = GameHistory(**kept, **own.curves, **own.strategies(recorder.run.t))
+        found = GameHistory(**kept, **own.curves, **own.strategies(match.run.t))
         found.game = game  # type: ignore[misc]
         return found
 

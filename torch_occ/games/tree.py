@@ -138,23 +138,14 @@ def _walk(root: Any, expand: Callable[[Any], Any]) -> tuple[tuple[_Sets, _Sets],
 
 @dataclass(frozen=True, eq=False)
 class Treeplex:
-    """The strategies of a player as a layered MDP; see the module.
+    """The strategies of a player as a layered MDP; see the module."""
 
-    Args:
-        mdp: its states are the information sets, and an absorbing end in some layers.
-        weights: w(I) of each state, `(S,)`; 1 for ends.
-        is_end: which states are absorbing ends, `(S,)`.
-        parent: the pair before each state, flat, `(S,)`; -1 in the first layer and for ends.
-        names: the information set of each state; None for ends.
-        actions: the names of the actions of each state.
-    """
-
-    mdp: LayeredMDP
-    weights: Tensor
-    is_end: Tensor
-    parent: Tensor
-    names: tuple[Hashable, ...]
-    actions: tuple[tuple[Hashable, ...], ...]
+    mdp: LayeredMDP  # its states are the information sets, and an absorbing end in some layers
+    weights: Tensor  # (S,), w(I); 1 for ends
+    is_end: Tensor  # (S,), which states are absorbing ends
+    parent: Tensor  # (S,), the pair before each state, flat; -1 in the first layer and for ends
+    names: tuple[Hashable, ...]  # the information set of each state; None for ends
+    actions: tuple[tuple[Hashable, ...], ...]  # the names of the actions of each state
 
     def sequences(self, q: Tensor) -> Tensor:
         """x = q / w, the sequence form, `(*batch, S, A)`; 0 at ends."""
@@ -191,8 +182,7 @@ def _treeplex(known: _Sets) -> tuple[Treeplex, Tensor]:
                     parent.append(begin * width + row)
         entries += [(row, len(following), 1.0) for row in alone]
         *at, shares = torch.tensor(entries, dtype=torch.float64).T
-        size = len(layer) * width, len(following) + bool(alone)
-        place = torch.stack(at).long()
+        place, size = torch.stack(at).long(), (len(layer) * width, len(following) + bool(alone))
         tables.append(torch.sparse_coo_tensor(place, shares, size, check_invariants=True))
         if following and alone:
             following.append(-1)
@@ -202,16 +192,10 @@ def _treeplex(known: _Sets) -> tuple[Treeplex, Tensor]:
         layer = following
     counts = torch.tensor([max(1, len(sets[i].actions)) for i in order])
     mdp = LayeredMDP(tables, actions=torch.arange(width) < counts[:, None], initial=initial)
-    plex = Treeplex(
-        mdp,
-        torch.tensor(weights, dtype=torch.float64),
-        torch.tensor(order) < 0,
-        torch.tensor(parent),
-        tuple(names[i] for i in order),
-        tuple(sets[i].actions for i in order),
-    )
-    state = torch.tensor([len(order) if i < 0 else i for i in order]).argsort()
-    return plex, state
+    w, shown = torch.tensor(weights, dtype=torch.float64), tuple(names[i] for i in order)
+    actions = tuple(sets[i].actions for i in order)
+    plex = Treeplex(mdp, w, torch.tensor(order) < 0, torch.tensor(parent), shown, actions)
+    return plex, torch.tensor([len(order) if i < 0 else i for i in order]).argsort()
 
 
 def dilated_entropy(treeplex: Treeplex) -> Regularizer:
@@ -224,13 +208,6 @@ def dilated_entropy(treeplex: Treeplex) -> Regularizer:
 
 
 # -- The game --------------------------------------------------------------------------------------
-
-
-class BestResponse(NamedTuple):
-    """A best response, and its expected payoff."""
-
-    policy: Tensor  # (*batch, S, A), deterministic
-    payoff: Tensor  # (*batch,)
 
 
 class ExtensiveGame:
@@ -268,18 +245,15 @@ class ExtensiveGame:
     def from_openspiel(cls, game: Any) -> ExtensiveGame:
         """Read a game of OpenSpiel, given by its name, for example "kuhn_poker", or as an object.
 
-        Raises:
-            ImportError: if OpenSpiel is not installed.
-            ValueError: if it is not a game for two players who move in turns.
+        A ValueError says why it cannot be read.
         """
         with extra("games", "from_openspiel needs OpenSpiel"):
             import pyspiel  # type: ignore[import-not-found]
         game = pyspiel.load_game(game) if isinstance(game, str) else game
-        if game.num_players() != 2:
-            raise ValueError(f"game: {game} has {game.num_players()} players; expected two")
-        if game.get_type().dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:
+        players, turns = game.num_players(), pyspiel.GameType.Dynamics.SEQUENTIAL
+        if players != 2 or game.get_type().dynamics != turns:
             raise ValueError(
-                f"game: the players of {game} do not move in turns; give "
+                f"game: {game} has {players} players; expected two who move in turns, as in "
                 "pyspiel.convert_to_turn_based(game)"
             )
 
@@ -297,17 +271,13 @@ class ExtensiveGame:
         return found
 
     def with_payoffs(self, payoffs: Tensor) -> ExtensiveGame:
-        """The same game with other payoffs `(Z, 2)`, which may require gradients.
-
-        Raises:
-            ValueError: if the shape is wrong or a payoff is not finite.
-        """
-        if payoffs.shape != self.payoffs.shape:
-            expected = tuple(self.payoffs.shape)
-            raise ValueError(f"payoffs: expected shape {expected}, got {tuple(payoffs.shape)}")
-        for end, player in (~payoffs.detach().isfinite()).nonzero().tolist():
-            value = payoffs[end, player].item()
-            raise ValueError(f"payoffs: that of player {player} at end {end} is {value}")
+        """The same game with other finite payoffs `(Z, 2)`, which may require gradients."""
+        if payoffs.shape != self.payoffs.shape or not payoffs.isfinite().all():
+            place = (~payoffs.detach().isfinite()).nonzero()[:1].tolist()
+            expected = f"expected finite numbers {tuple(self.payoffs.shape)}"
+            raise ValueError(
+                f"payoffs: {expected}, got {tuple(payoffs.shape)}, not finite at {place}"
+            )
         found = object.__new__(ExtensiveGame)
         found.__dict__.update(self.__dict__, payoffs=payoffs)
         return found
@@ -343,19 +313,18 @@ class ExtensiveGame:
         """The expected payoffs of both players, `(*batch, 2)`."""
         return (self.chance * self.reach(0, q0) * self.reach(1, q1)) @ self.payoffs
 
-    def best_response(self, player: int, q_other: Tensor) -> BestResponse:
-        """The best response to the other's strategy, by one backward pass."""
+    def best_response(self, player: int, q_other: Tensor) -> tuple[Tensor, Tensor]:
+        """The best policy against the other's strategy, `(*batch, S, A)`, and its payoff."""
         mdp = self.treeplex(player).mdp
         plan = optimal_policy(mdp, self.loss(player, q_other))
-        first = plan.value[..., : mdp.layer_sizes[0]]
-        return BestResponse(plan.policy, -(mdp.initial * first).sum(-1))
+        return plan.policy, -(mdp.initial * plan.value[..., : mdp.layer_sizes[0]]).sum(-1)
 
     def exploitability(self, q0: Tensor, q1: Tensor) -> Tensor:
         """What the players would gain by best responses, on average over both, `(*batch,)`.
 
         It is zero at Nash equilibria, and differentiable where best responses are unique.
         """
-        best = self.best_response(0, q1).payoff + self.best_response(1, q0).payoff
+        best = self.best_response(0, q1)[1] + self.best_response(1, q0)[1]
         return (best - self.value(q0, q1).sum(-1)) / 2
 
     def __repr__(self) -> str:
@@ -371,11 +340,7 @@ class GamePolicy(NamedTuple):
     policies: tuple[Tensor, ...]
 
     def to_openspiel(self, element: int = 0) -> Any:
-        """A `TabularPolicy` of OpenSpiel, for one element of a batch (of seeds).
-
-        Raises:
-            ValueError: if the game was not read from OpenSpiel.
-        """
+        """A `TabularPolicy` of OpenSpiel, for one element of a batch (of seeds)."""
         if self.game.openspiel is None:
             raise ValueError("to_openspiel: the game was not read from OpenSpiel")
         from open_spiel.python.policy import TabularPolicy  # type: ignore[import-untyped]
