@@ -7,7 +7,7 @@ import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -142,16 +142,22 @@ def self_bounding(
 _POWERS_OF_TEN = {10**k for k in range(13)}
 
 
+@dataclass(repr=False, kw_only=True)
 class Curves:
     """What histories share: curves over C checkpoints for N seeds, their means, and files."""
 
     shown: ClassVar[tuple[str, ...]]  # the curves that are printed
 
-    episodes: Tensor
-    uncertified: Tensor
+    episodes: Tensor  # (C,)
+    newton_steps: Tensor  # (N, C), mean per episode since the last checkpoint
+    dual_residual: Tensor  # (N, C), largest since the last checkpoint
+    flow_residual: Tensor  # (N, C), likewise
+    uncertified: Tensor  # (N, C), episodes so far whose q could not be certified
+    wall_time: Tensor  # (C,), seconds
     seeds: tuple[int, ...]
     backend: str
     finished: bool
+    config: dict[str, Any]
 
     def final(self, curve: str | None = None) -> Mean:
         """The mean over seeds of a curve at its last checkpoint, with its standard error.
@@ -199,7 +205,8 @@ class Curves:
         return {name: x for name, x in every if isinstance(x, Tensor) and tuple(x.shape) == shape}
 
     def _fields(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(cast("Any", self))}
+        every, shared = fields(self), len(fields(Curves))
+        return {x.name: getattr(self, x.name) for x in (*every[shared:], *every[:shared])}
 
     def __repr__(self) -> str:
         """One line, and curves (mean and standard error) at powers of ten and at the end."""
@@ -252,7 +259,7 @@ class Curves:
         return cls(**arrays, **(plain | {"seeds": tuple(plain["seeds"])}))
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, kw_only=True)
 class History(Curves):
     """Curves over C checkpoints for N seeds.
 
@@ -266,23 +273,13 @@ class History(Curves):
 
     shown = ("regret", "realised_regret")
 
-    episodes: Tensor  # (C,)
     regret: Tensor  # (N, C), pseudo-regret
     realised_regret: Tensor  # (N, C)
     comparator: Tensor  # (N, C), the total expected loss of the best fixed policy so far
     corruption: Tensor  # (N, C), spent so far
-    newton_steps: Tensor  # (N, C), mean per episode since the last checkpoint
-    dual_residual: Tensor  # (N, C), largest since the last checkpoint
-    flow_residual: Tensor  # (N, C), likewise
-    uncertified: Tensor  # (N, C), episodes so far whose q could not be certified
-    wall_time: Tensor  # (C,), seconds
     cumulative_occupancy: Tensor  # (N, S, A), sum_t q_t
     total_mean: Tensor  # (N, S, A), sum_t mean_t
     last_q: Tensor  # (N, S, A)
-    seeds: tuple[int, ...]
-    backend: str
-    finished: bool
-    config: dict[str, Any]
 
     def plot(self, title: str = "") -> Figure:
         """Regret over the number of episodes, with 95 % bands, as a matplotlib figure.

@@ -44,18 +44,16 @@ class MatchPlayer:
 
     def play(self, run: Any, means: Tensor, numbers: Tensor, tables: None) -> None:
         """Play episodes run.t + 1, ...; see torch_occ.game.simulate.Player."""
-        begun, n = time.monotonic(), numbers.shape[1]
-        drawn = numbers[:, :, 0, 0].contiguous()
-        if not self.compiled:
-            for uniform in drawn.unbind(1):
-                run.t, run.since = run.t + 1, run.since + 1
-                self._play_round(run, uniform)
-            return
-        self._run(run, drawn.numpy())
-        run.t, run.since = run.t + n, run.since + n
+        begun, drawn = time.monotonic(), numbers[:, :, 0, 0].contiguous()
+        for part in (drawn,) if self.compiled else drawn.split(1, 1):
+            if self.compiled:
+                self._run(run, part.numpy())
+            run.t, run.since = run.t + part.shape[1], run.since + part.shape[1]
+            if not self.compiled:
+                self._play_round(run, part[:, 0])
         for side in self.sides:
-            side.adapt(n, time.monotonic() - begun)
-        self.most = min(side.most for side in self.sides)
+            side.adapt(drawn.shape[1], time.monotonic() - begun)
+        self.most = min((side.most for side in self.sides), default=64)
 
     def _run(self, run: Any, numbers: Floats) -> None:
         """Call the kernel for every seed, in threads."""

@@ -60,14 +60,9 @@ class _Solve(torch.autograd.Function):
 class QuantalResponse(nn.Module):
     """The regularized equilibrium of a game, differentiable in payoffs, tau and parameters of psi.
 
-    Args:
-        game: a game; in one that is not zero-sum, the equilibrium need not be unique.
-        regularizer: psi of both players: a function from a treeplex, for example
-            `occ.dilated_entropy`, or `lambda plex: occ.LogBarrier()`.
-        tolerance: the largest policy residual that counts as solved.
-
-    Raises:
-        ImportError: if SciPy is not installed.
+    If the game is not zero-sum, it need not be unique. `regularizer` is a function from a treeplex,
+    for example `occ.dilated_entropy`, or `lambda plex: occ.LogBarrier()`; `tolerance` is the
+    largest policy residual that counts as solved.
     """
 
     def __init__(self, game: ExtensiveGame, regularizer: Any, tolerance: float = 1e-8) -> None:
@@ -137,18 +132,14 @@ class QuantalResponse(nn.Module):
         parts = zip(flat.split([int(mask.sum()) for mask in self.masks]), self.masks, strict=True)
         return [x.new_full(mask.shape, fill).masked_scatter(mask, x) for x, mask in parts]
 
-    def _totals(self, y: Tensor) -> Tensor:
-        """log sum exp of every state, `(S,)`."""
-        return torch.cat([x.logsumexp(-1) for x in self._tables(y, -torch.inf)])
-
-    def _conditional(self, g: Tensor) -> Tensor:
-        """log pi as g says, not normalized."""
-        return g - self.log_share - pad(g, (0, 1))[self.before]
+    def _conditional(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """log pi as g says, not normalized, and log sum exp of it in every state."""
+        y = g - self.log_share - pad(g, (0, 1))[self.before] if self.closed else g
+        return y, torch.cat([x.logsumexp(-1) for x in self._tables(y, -torch.inf)])
 
     def _log_policy(self, g: Tensor) -> Tensor:
-        """log pi, normalized."""
-        y = self._conditional(g) if self.closed else g
-        return y - self._totals(y)[self.owner]
+        y, total = self._conditional(g)
+        return y - total[self.owner]
 
     def _moved(self, before: Tensor, after: Tensor) -> float:
         return float((self._log_policy(after) - self._log_policy(before)).abs().amax())
@@ -186,8 +177,8 @@ class QuantalResponse(nn.Module):
             slopes.append(slope[mask])
         if not self.closed:
             return torch.cat(slopes + flows)
-        y = self._conditional(g)
-        return torch.cat([torch.cat(slopes) + tau * self._rates() * y, self._totals(y)])
+        y, total = self._conditional(g)
+        return torch.cat([torch.cat(slopes) + tau * self._rates() * y, total])
 
     def _coupling(self, game: ExtensiveGame) -> Any:
         """d loss / d q, by pairs of both players."""
@@ -208,7 +199,7 @@ class QuantalResponse(nn.Module):
         sparse, Q = self.sparse, self.sparse.diags(g.exp().numpy())
         if self.closed:
             own = self.owner.numpy(), np.arange(len(g))
-            S = sparse.csr_matrix((self._conditional(g).exp().numpy(), own), self.E.shape)
+            S = sparse.csr_matrix((self._log_policy(g).exp().numpy(), own), self.E.shape)
             H, F = sparse.diags(tau * self._rates().detach().numpy()) @ self.D, S @ self.D
         else:
             blocks = []

@@ -127,32 +127,20 @@ def _prepared(plex: Treeplex, player: int, learner: Any, full: bool) -> Learner:
     return found
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, kw_only=True)
 class GameHistory(Curves):
     """Curves of self-play over C checkpoints for N seeds; the rest as in `occ.History`."""
 
     shown = ("exploitability", "last_exploitability")
 
-    episodes: Tensor  # (C,)
     exploitability: Tensor  # (N, C), of the average strategies
     last_exploitability: Tensor  # (N, C), of the strategies of the last episode
     payoff: Tensor  # (N, C), of player 0, with the average strategies
-    newton_steps: Tensor  # (N, C)
-    dual_residual: Tensor  # (N, C)
-    flow_residual: Tensor  # (N, C)
-    uncertified: Tensor  # (N, C)
-    wall_time: Tensor  # (C,)
     average_q0: Tensor  # (N, S, A), the average strategy of player 0
     average_q1: Tensor
     last_q0: Tensor
     last_q1: Tensor
-    seeds: tuple[int, ...]
-    backend: str
-    finished: bool
-    config: dict[str, Any]
-
-    #: The game; a history from a file does not know it.
-    game: ClassVar[ExtensiveGame]
+    game: ClassVar[ExtensiveGame]  # a history from a file does not know it
 
     @property
     def average_policy(self) -> GamePolicy:
@@ -182,8 +170,7 @@ def self_play(
         options: those of `occ.simulate`: callbacks, checkpoints, save_to and others.
 
     Returns:
-        The history: `exploitability` of the average strategies and of the last, certificates, and
-        `average_policy`.
+        The history: exploitabilities, certificates, and `average_policy`.
 
     Raises:
         ValueError, TypeError, KeyboardInterrupt: as `occ.simulate`.
@@ -194,15 +181,12 @@ def self_play(
         learners = [learners(plex) for plex in game.treeplexes]
     if len(learners) != 2:
         raise ValueError(f"learners: expected one for each of two players, got {len(learners)}")
-    match, losses = (
-        Match(game, learners, feedback == "full"),
-        BernoulliLosses(torch.zeros(1, 1).double()),
-    )
+    match = Match(game, learners, feedback == "full")
+    losses = BernoulliLosses(torch.zeros(1, 1, dtype=torch.float64))
     options["callbacks"] = [match, *options.get("callbacks", ())]
 
     def history_of(played: History) -> GameHistory:
-        own, names = match.run.learner, [field.name for field in fields(GameHistory)]
-        kept = {name: x for name, x in vars(played).items() if name in names}
+        own, kept = match.run.learner, {x.name: getattr(played, x.name) for x in fields(Curves)}
         found = GameHistory(**kept, **own.curves, **own.strategies(match.run.t))
         found.game = game  # type: ignore[misc]
         return found

@@ -74,25 +74,19 @@ def _visit(known: _Sets, node: Decision, parent: tuple[int, int], path: tuple[An
     names = tuple(node.moves)
     if node.player not in (0, 1) or not names:
         raise ValueError(
-            f"player: {node.player!r} has {len(names)} actions after {_shown(path)}; expected "
+            f"player: {node.player!r} has {len(names)} actions after {[*path]}; expected "
             "player 0 or 1, since a game has two players, and an action"
         )
     found = known.setdefault(node.information_set, _Known(len(known), names, parent, path))
     if (found.actions, found.parent) != (names, parent):
-        trouble = (
-            "forgets what the player did or knew before (imperfect recall)"
-            if found.actions == names
-            else f"has the actions {list(found.actions)} and {list(names)}"
-        )
+        trouble = f"has the actions {list(found.actions)} and {list(names)}"
+        if found.actions == names:
+            trouble = "forgets what the player did or knew before (imperfect recall)"
         raise ValueError(
             f"information_set: {node.information_set!r} of player {node.player} {trouble}, after "
-            f"{_shown(found.path)} and after {_shown(path)}; give these histories different ones"
+            f"{[*found.path]} and after {[*path]}; give these histories different ones"
         )
     return found.number
-
-
-def _shown(path: Sequence[Any]) -> str:
-    return "[" + ", ".join(map(str, path)) + "]"
 
 
 def _walk(root: Any, expand: Callable[[Any], Any]) -> tuple[tuple[_Sets, _Sets], list[Any]]:
@@ -107,14 +101,13 @@ def _walk(root: Any, expand: Callable[[Any], Any]) -> tuple[tuple[_Sets, _Sets],
         if isinstance(node, End):
             payoff = (node.payoff, -node.payoff if node.second is None else node.second)
             if not all(map(math.isfinite, payoff)):
-                raise ValueError(f"payoff: {payoff} after {_shown(path)}; expected finite numbers")
+                raise ValueError(f"payoff: {payoff} after {[*path]}; expected finite numbers")
             ends.append((payoff, own, chance))
         elif isinstance(node, Chance):
             odds = [p for p, _ in node.outcomes]
             if not (all(p >= 0 for p in odds) and abs(math.fsum(odds) - 1) < 1e-9):
                 raise ValueError(
-                    f"outcomes: the probabilities of chance after {_shown(path)} are {odds}; "
-                    "expected nonnegative numbers that sum to 1"
+                    f"outcomes: probabilities {odds} after {[*path]}; expected a distribution"
                 )
             for i, (p, x) in enumerate(node.outcomes):
                 following.append((x, (*path, i), own, chance * p))
@@ -125,10 +118,8 @@ def _walk(root: Any, expand: Callable[[Any], Any]) -> tuple[tuple[_Sets, _Sets],
                 pairs = (own[0], (i, a)) if second else ((i, a), own[1])
                 following.append((x, (*path, name), pairs, chance))
         else:
-            raise TypeError(
-                f"root: expected a Chance, Decision or End after {_shown(path)}, got "
-                f"{type(node).__name__}"
-            )
+            kind = type(node).__name__
+            raise TypeError(f"root: expected Chance, Decision or End after {[*path]}, got {kind}")
         stack += reversed(following)
     return sets, ends
 
@@ -152,9 +143,8 @@ class Treeplex:
         return torch.where(self.is_end[:, None], 0.0, q / self.weights[:, None])
 
     def occupancy(self, x: Tensor) -> Tensor:
-        """q of a sequence form x `(*batch, S, A)`; what x says of ends is ignored."""
-        ends = self.is_end[:, None] & self.mdp.actions
-        return occupancy(self.mdp, policy_of(self.mdp, torch.where(ends, 1.0, x)))
+        """q of a sequence form x, `(*batch, S, A)`."""
+        return occupancy(self.mdp, policy_of(self.mdp, x))
 
 
 def _treeplex(known: _Sets) -> tuple[Treeplex, Tensor]:
@@ -273,7 +263,7 @@ class ExtensiveGame:
     def with_payoffs(self, payoffs: Tensor) -> ExtensiveGame:
         """The same game with other finite payoffs `(Z, 2)`, which may require gradients."""
         if payoffs.shape != self.payoffs.shape or not payoffs.isfinite().all():
-            place = (~payoffs.detach().isfinite()).nonzero()[:1].tolist()
+            place = (~payoffs.isfinite()).nonzero()[:1].tolist()
             expected = f"expected finite numbers {tuple(self.payoffs.shape)}"
             raise ValueError(
                 f"payoffs: {expected}, got {tuple(payoffs.shape)}, not finite at {place}"
