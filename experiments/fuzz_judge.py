@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 import mpmath
@@ -185,23 +184,17 @@ class Model:
 
 
 def _normalized(arithmetic: Arithmetic, rows: Floats) -> tuple[Array, Array]:
-    """Each row of `(b, n, S')` over its sum, exactly but for the rounding of the second part."""
-    if arithmetic.of is DEEP.of:
-        exact = arithmetic.of(np.moveaxis(rows, 0, -1))
-        sums = np.sum(exact, 1, keepdims=True)
-        exact = exact / np.where(sums > 0, sums, 1) if rows.size else exact
-        return exact, 0 * exact
-    pieces = np.zeros((4, *rows.shape))
-    for place in np.ndindex(rows.shape[:2]):
-        entries = {int(j): Fraction(float(rows[place][j])) for j in np.flatnonzero(rows[place])}
-        total = sum(entries.values())
-        for j, p in entries.items():
-            left = p / total
-            for piece in pieces:
-                piece[*place, j] = float(left)
-                left -= Fraction(float(left))
-    a, b, c, d = (arithmetic.of(np.moveaxis(piece, 0, -1)) for piece in pieces)
-    return a + b, ((a - (a + b)) + b) + c + d
+    """Each row of `(b, n, S')` over its sum, `(n, S', b)`: numbers, and what rounding left out."""
+    x = arithmetic.of(np.moveaxis(rows, 0, -1))
+    total = rest = arithmetic.of(np.zeros((x.shape[0], x.shape[2])))
+    for j in range(x.shape[1]):
+        total, lost = _two_sum(total, x[:, j])
+        rest = rest + lost
+    total, rest = (part[:, None] for part in _two_sum(total, rest))
+    total = np.where(total > 0, total, 1 + 0 * total)
+    high = x / total
+    product, error = arithmetic.two_product(high, total)
+    return high, ((x - product) - error - high * rest) / total
 
 
 def _logs(arithmetic: Arithmetic, x: Array) -> Array:
@@ -262,7 +255,7 @@ def _states(layer: Layer, x: Array) -> Array:
 
 
 #: Newton steps before a judge gives up: a certified q needs one or two, a bad one a few more.
-STEPS = {FAST.name: 12, CAREFUL.name: 40, EXACT.name: 200}
+STEPS = {FAST.name: 12, CAREFUL.name: 60, EXACT.name: 200}
 
 
 class Point(NamedTuple):
@@ -302,17 +295,20 @@ def settle(problem: Problem, point: Point) -> tuple[Point, NDArray[np.bool_]]:
     model = problem.model
     batch = point.state[0].shape[1]
     policies = [x.copy() for x in point.policy]
-    settled, active = np.zeros(batch, bool), np.arange(batch)
+    settled, active, reach = np.zeros(batch, bool), np.arange(batch), np.full(batch, np.inf)
     for count in range(STEPS[model.arithmetic.name]):
         part = problem.take(active)
         here = at(part.model, [x[:, active] for x in policies])
-        there = step(part, here, half=count % 4 == 3)  # full steps may cycle
+        there = step(part, here, reach[active])
         for whole, own in zip(policies, there.policy, strict=True):
             whole[:, active] = own
-        moved = np.zeros(len(active))
+        moved, far = np.zeros(len(active)), np.zeros(len(active))
         for layer, x, y in zip(model.layers, here.pairs(model), there.pairs(model), strict=True):
             x, y = x[layer.exists], y[layer.exists]
+            far = np.maximum(far, np.max(abs(x - y), 0).astype(float))
             moved = np.maximum(moved, np.max(abs(x - y) / np.maximum(abs(x), 1), 0).astype(float))
+        if count > 3:  # full steps may cycle
+            reach[active] = np.maximum(0.7 * far, 1.0)
         settled[active] = moved <= STILL
         active = active[(moved > STILL)]  # NaN will not get better
         if not len(active):
@@ -344,12 +340,16 @@ def _log_sum(model: Model, x: Array) -> Array:
 # -- one step -------------------------------------------------------------------------------------
 
 
-def step(problem: Problem, point: Point, half: bool) -> Point:
-    """One Newton step, short enough that nothing becomes negative; half of it for entropies."""
+def step(problem: Problem, point: Point, reach: Floats) -> Point:
+    """One Newton step, short enough that nothing becomes negative.
+
+    For entropies, logarithms change by at most `reach` `(B,)`.
+    """
     model, log1p = problem.model, problem.model.arithmetic.log1p
     zeta, z = ([_high(model, x) for x in part] for part in direction(problem, point))
     if problem.entropic:
-        length = model.arithmetic.of(np.array(0.5 if half else 1.0))
+        size = np.max([np.max(abs(d), 0).astype(float) for d in zeta], 0)
+        length = model.arithmetic.of(np.minimum(reach / np.maximum(size, FLOOR), 1.0))
         return at(model, [p + length * d for p, d in zip(point.policy, zeta, strict=True)])
     fall = np.max([-np.min(d, 0) for d in z], 0)
     fall = np.where(fall > 0.5, fall, 0 * fall)
@@ -463,19 +463,25 @@ def gauss(matrix: Array, right: Array) -> Array:
     """Gaussian elimination, scaled rows and pivoting: `(n, n, B)`, `(n, m, B)` -> `(n, m, B)`."""
     n = len(matrix)
     M = np.concatenate([matrix, right], 1)
-    M = M / np.max(abs(matrix), 1)[:, None]
+    M = M / _divisor(np.max(abs(matrix), 1))[:, None]
     for k in range(n):
         pivot = k + np.argmax(abs(M[k:, k]), 0)
         if (pivot != k).any():
             chosen = np.take_along_axis(M, pivot[None, None], 0)
             np.put_along_axis(M, pivot[None, None], M[k : k + 1], 0)
             M[k] = chosen[0]
+        M[k, k] = _divisor(M[k, k])
         M[k + 1 :, k + 1 :] -= (M[k + 1 :, k] / M[k, k])[:, None] * M[k, k + 1 :]
     found = M[:, n:]
     for k in range(n - 1, -1, -1):
         found[k] = found[k] / M[k, k]
         found[:k] -= M[:k, k, None] * found[k]
     return found
+
+
+def _divisor(x: Array) -> Array:
+    """x, and NaN for zero; mpmath would raise an error."""
+    return np.where(x == 0, 0 * x + np.nan, x)
 
 
 # -- the regularizer ------------------------------------------------------------------------------
@@ -592,8 +598,9 @@ def judge(
         return np.where(settled, error, np.nan)
 
 
-#: Newton steps on the multipliers of budgets. Below this curvature, a budget changes nothing.
-PRICES, FLAT = 8, 1e-30
+#: Newton steps on the multipliers of budgets. Below this curvature, a budget changes nothing, and
+#: if less than this share of it is left, nothing that other budgets do not change.
+PRICES, FLAT, DEPENDENT = 8, 1e-30, 1e-10
 
 
 def settle_with(
@@ -631,7 +638,11 @@ def settle_with(
         excess = spent([1 + 0 * x for x in q]) - limits
         curvature = -np.array([spent(answer) for answer in answers])  # (m, m, B), symmetric
         bends = np.array([curvature[i, i] for i in range(m)])
-        moving = tight & (bends > FLAT)
+        moving, rest = tight.copy(), curvature
+        for i in range(m):  # a budget that depends on those before keeps its multiplier
+            moving[i] &= rest[i, i] > np.maximum(DEPENDENT * bends[i], FLAT)
+            pivot = np.where(moving[i], rest[i, i], 0 * bends[i] + 1)
+            rest = rest - np.where(moving[i], rest[:, i] / pivot, 0 * bends)[:, None] * rest[i]
         bends = np.where(bends > FLAT, bends, 0 * bends + 1)
         matrix = np.where(moving[:, None] & moving, curvature, arithmetic.of(eye))
         step = gauss(matrix, np.where(moving, excess, 0 * excess)[:, None])[:, 0]
@@ -641,7 +652,8 @@ def settle_with(
         prices = prices + step
         if still.all():
             break
-    wrong = np.where(tight, np.maximum(-prices, 0), np.maximum(excess, 0) / bends) * sizes
+    off = np.where(tight, abs(excess), np.maximum(excess, 0)) / bends
+    wrong = np.where(moving, np.maximum(-prices, 0), off) * sizes
     return point, still, change + np.max(wrong, 0).astype(float)
 
 

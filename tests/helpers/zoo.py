@@ -9,7 +9,7 @@ A new case is registered with one decorator, and then tested everywhere.
 
 import re
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -30,6 +30,12 @@ class Problem(NamedTuple):
 
 REGULARIZERS: dict[str, Callable[[occ.LayeredMDP], occ.Regularizer]] = {}
 PROBLEMS: dict[str, Callable[[], Problem]] = {}
+
+
+def mdps(**more: Callable[[], occ.LayeredMDP]) -> Any:
+    """A test gets `build`, which makes each MDP of the zoo, and these."""
+    every = {name: (lambda make=make: make().mdp) for name, make in PROBLEMS.items()} | more
+    return pytest.mark.parametrize("build", every.values(), ids=every)
 
 
 def joins(registry: dict[str, F]) -> Callable[[F], F]:
@@ -53,6 +59,21 @@ def random_loss(
     return scale * torch.rand(
         *batch, mdp.num_states, mdp.num_actions, dtype=torch.float64, generator=generator
     )
+
+
+def random_policy(mdp: occ.LayeredMDP, *batch: int, seed: int = 0) -> Tensor:
+    weights = (random_loss(mdp, seed=seed, batch=batch) + 0.05) * mdp.actions
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def random_point(mdp: occ.LayeredMDP, *batch: int, seed: int = 0) -> Tensor:
+    """Interior occupancy measures."""
+    return occ.occupancy(mdp, random_policy(mdp, *batch, seed=seed))
+
+
+def expect(*fragments: str, error: type[Exception] = ValueError) -> Any:
+    """An error whose message has every fragment, in this order."""
+    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, fragments)))
 
 
 def random_problem(

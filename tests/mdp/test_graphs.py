@@ -6,6 +6,7 @@ import networkx
 import pytest
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
+from zoo import expect, random_loss
 
 import torch_occ as occ
 from torch_occ.mdp.unroll import ABSORBING
@@ -20,17 +21,22 @@ EDGES = [
 PATHS = [["s", "a", "b", "c", "t"], ["s", "a", "t"], ["s", "b", "c", "t"], ["s", "t"]]
 
 
-def grid(n):
-    right = [((i, j), (i, j + 1)) for i in range(n) for j in range(n - 1)]
-    return right + [((i, j), (i + 1, j)) for i in range(n - 1) for j in range(n)]
-
-
 def random_dag(seed, nodes=9, chance=0.5):
     generator = torch.Generator().manual_seed(seed)
     pairs = list(itertools.combinations(range(nodes), 2))
     kept = torch.rand(len(pairs), generator=generator) < chance
     edges = [pair for pair, keep in zip(pairs, kept, strict=True) if keep]
     return list(dict.fromkeys([*edges, (0, nodes - 1)]))  # so that there is a path
+
+
+def shortest(edges, costs, source, target):
+    graph = networkx.DiGraph()
+    graph.add_weighted_edges_from((*e, float(c)) for e, c in zip(edges, costs, strict=True))
+    return as_flow(edges, networkx.bellman_ford_path(graph, source, target))
+
+
+def costs_of(edges, *batch, seed=0, draw=torch.rand):
+    return draw(*batch, len(edges), dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 def as_flow(edges, path):
@@ -60,41 +66,19 @@ def test_paths_of_the_graph_and_of_the_mdp_are_the_same():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_shortest_paths_are_those_of_networkx(seed):
-    edges = random_dag(seed)
-    mdp = occ.LayeredMDP.from_graph(edges, 0, 8)
-    costs = torch.randn(4, len(edges), dtype=F64, generator=torch.Generator().manual_seed(seed))
-    flows = mdp.shortest_path(costs)
-    for flow, cost in zip(flows, costs, strict=True):
-        graph = networkx.DiGraph()
-        graph.add_weighted_edges_from(
-            (*edge, float(c)) for edge, c in zip(edges, cost, strict=True)
-        )
-        best = networkx.bellman_ford_path(graph, 0, 8)
-        torch.testing.assert_close(flow, as_flow(edges, best))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_entropy_over_paths(seed):
-    """With `ConditionalEntropy`, a path has the probability of a softmax over all paths."""
-    edges = random_dag(seed, nodes=7)
-    mdp = occ.LayeredMDP.from_graph(networkx.DiGraph(edges), 0, 6)
+@pytest.mark.parametrize("kind", [list, networkx.DiGraph])
+def test_shortest_paths_are_those_of_networkx(seed, kind):
+    mdp = occ.LayeredMDP.from_graph(kind(random_dag(seed)), 0, 8)
     edges = mdp.edges  # networkx has an order of its own
-    costs = torch.rand(len(edges), dtype=F64, generator=torch.Generator().manual_seed(seed))
-    flows = torch.stack(
-        [as_flow(edges, p) for p in networkx.all_simple_paths(networkx.DiGraph(edges), 0, 6)]
-    )
-    expected = torch.softmax(-flows @ costs, 0) @ flows
-    step = occ.FTRLStep(mdp, occ.ConditionalEntropy(), backend="torch")
-    torch.testing.assert_close(mdp.flows(step(mdp.losses(costs))), expected)
+    costs = costs_of(edges, 4, seed=seed, draw=torch.randn)
+    for flow, cost in zip(mdp.shortest_path(costs), costs, strict=True):
+        torch.testing.assert_close(flow, shortest(edges, cost, 0, 8))
 
 
 def test_losses_and_flows_are_adjoint_and_differentiable():
     mdp = occ.LayeredMDP.from_graph(EDGES, "s", "t")
-    generator = torch.Generator().manual_seed(0)
-    costs = torch.rand(3, len(EDGES), dtype=F64, generator=generator, requires_grad=True)
-    q = torch.rand(3, mdp.num_states, mdp.num_actions, dtype=F64, generator=generator)
-    q.requires_grad_()
+    costs = costs_of(EDGES, 3).requires_grad_()
+    q = random_loss(mdp, batch=(3,)).requires_grad_()
     torch.testing.assert_close((mdp.losses(costs) * q).sum(), (mdp.flows(q) * costs).sum())
     assert torch.autograd.gradcheck(mdp.losses, costs)
     assert torch.autograd.gradcheck(mdp.flows, q)
@@ -122,26 +106,12 @@ def test_parallel_edges_are_two_actions():
     assert mdp.shortest_path(costs).tolist() == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("n", [5, 30])
-def test_grids(n):
-    mdp = occ.LayeredMDP.from_graph(grid(n), (0, 0), (n - 1, n - 1))
-    assert mdp.horizon == 2 * n - 2
-    assert mdp.num_states == n * n - 1
-    costs = torch.rand(len(mdp.edges), dtype=F64, generator=torch.Generator().manual_seed(n))
-    graph = networkx.DiGraph()
-    graph.add_weighted_edges_from(
-        (*edge, c) for edge, c in zip(mdp.edges, costs.tolist(), strict=True)
-    )
-    best = networkx.dijkstra_path_length(graph, (0, 0), (n - 1, n - 1))
-    assert float((mdp.shortest_path(costs) * costs).sum()) == pytest.approx(best)
-
-
 def test_wide_layers_are_sparse():
     edges = [("s", i) for i in range(200)] + [(i, (i, "next")) for i in range(200)]
     edges += [((i, "next"), "t") for i in range(200)]
     mdp = occ.LayeredMDP.from_graph(edges, "s", "t")
     assert mdp.is_sparse
-    costs = torch.rand(len(edges), dtype=F64, generator=torch.Generator().manual_seed(0))
+    costs = costs_of(edges)
     q = occ.FTRLStep(mdp, occ.ConditionalEntropy(), backend="torch")(mdp.losses(costs))
     expected = torch.softmax(-costs.reshape(3, 200).sum(0), 0)
     torch.testing.assert_close(mdp.flows(q), expected.repeat(3))
@@ -200,7 +170,7 @@ def test_bad_arguments_are_refused(call, message):
 @pytest.mark.parametrize("horizon", [None, 5])
 def test_a_graph_stays_a_graph(horizon):
     mdp = occ.LayeredMDP.from_graph(EDGES, "s", "t", horizon)
-    costs = torch.rand(2, len(EDGES), dtype=F64, generator=torch.Generator().manual_seed(0))
+    costs = costs_of(EDGES, 2)
     single = mdp.to(torch.float32)
     assert single.losses(costs).dtype == single.dtype == torch.float32
     torch.testing.assert_close(single.shortest_path(costs), mdp.shortest_path(costs).float())
@@ -232,14 +202,10 @@ def eight_neighbours(n):
 def test_shortest_paths_with_cycles_are_those_of_networkx(penalty):
     edges = eight_neighbours(4)
     mdp = occ.LayeredMDP.from_graph(edges, (0, 0), (3, 3), horizon=9, penalty=penalty)
-    costs = torch.rand(5, len(edges), dtype=F64, generator=torch.Generator().manual_seed(0))
+    costs = costs_of(edges, 5)
     flows = mdp.shortest_path(costs)
     for flow, cost in zip(flows, costs, strict=True):
-        graph = networkx.DiGraph()
-        graph.add_weighted_edges_from((*e, float(c)) for e, c in zip(edges, cost, strict=True))
-        torch.testing.assert_close(
-            flow, as_flow(edges, networkx.dijkstra_path(graph, (0, 0), (3, 3)))
-        )
+        torch.testing.assert_close(flow, shortest(edges, cost, (0, 0), (3, 3)))
     torch.testing.assert_close(mdp.flows(mdp.occupancy_of(flows)), flows)
 
 
@@ -255,11 +221,9 @@ def test_walks_wait_at_the_target_and_pay_if_they_do_not_arrive():
     assert [float(value) for value in values] == [11.0, 11.0]
     cheap = occ.LayeredMDP.from_graph(edges, "s", "t", 4, penalty=6.0)
     assert cheap.shortest_path(costs).tolist() == [2.0, 2.0, 0.0]
-    q = torch.rand(cheap.num_states, cheap.num_actions, dtype=F64, requires_grad=True)
-    flat = costs.clone().requires_grad_()
-    torch.testing.assert_close(
-        ((cheap.losses(flat) - cheap.losses(0 * flat)) * q).sum(), (cheap.flows(q) * flat).sum()
-    )
+    q = random_loss(cheap).requires_grad_()
+    own = ((cheap.losses(costs) - cheap.losses(0 * costs)) * q).sum()
+    torch.testing.assert_close(own, (cheap.flows(q) * costs).sum())
     assert torch.autograd.gradcheck(cheap.flows, q)
 
 
@@ -267,7 +231,7 @@ def test_the_entropy_over_walks():
     """All walks that arrive within the horizon, and no others, share a softmax."""
     edges = [("s", "a"), ("a", "b"), ("b", "a"), ("a", "s"), ("b", "t"), ("s", "t")]
     mdp = occ.LayeredMDP.from_graph(edges, "s", "t", horizon=5)
-    costs = torch.rand(6, dtype=F64, generator=torch.Generator().manual_seed(1))
+    costs = costs_of(edges, seed=1)
     walks = [["s", "t"], ["s", "a", "b", "t"], ["s", "a", "s", "t"], ["s", "a", "s", "a", "s", "t"]]
     walks += [["s", "a", "b", "a", "b", "t"], ["s", "a", "s", "a", "b", "t"]]
     walks += [["s", "a", "b", "a", "s", "t"]]
@@ -280,12 +244,12 @@ def test_the_entropy_over_walks():
 
 def test_bad_horizons_are_refused():
     edges = eight_neighbours(4)
-    with pytest.raises(ValueError, match=r"horizon: the shortest path from \(0, 0\) .* 3 edges.*2"):
+    with expect("horizon: the shortest path from (0, 0)", "3 edges", "2"):
         occ.LayeredMDP.from_graph(edges, (0, 0), (3, 3), horizon=2)
-    with pytest.raises(ValueError, match="penalty: is for walks within a horizon"):
+    with expect("penalty: is for walks within a horizon"):
         occ.LayeredMDP.from_graph(EDGES, "s", "t", penalty=1.0)
-    with pytest.raises(ValueError, match="penalty: expected a finite number, got nan"):
+    with expect("penalty: expected a finite number, got nan"):
         occ.LayeredMDP.from_graph(EDGES, "s", "t", 5, penalty=torch.nan)
     mdp = occ.LayeredMDP.from_graph(edges, (0, 0), (3, 3), horizon=5)
-    with pytest.raises(ValueError, match=r"expected a unit of flow .* along paths of at most 5"):
+    with expect("expected a unit of flow", "along paths of at most 5"):
         mdp.occupancy_of(torch.ones(len(edges), dtype=F64))

@@ -1,7 +1,6 @@
-import re
-
 import pytest
 import torch
+from zoo import expect
 
 import torch_occ as occ
 from torch_occ.mdp.unroll import ABSORBING
@@ -51,20 +50,14 @@ def test_the_occupancy_is_that_of_the_markov_chain(initial, terminal):
     chain = markov_chain(P, initial, terminal, policy)
     ended = chain[:, list(terminal)].sum(-1)
     alive = chain[mdp.layer, mdp.origin.clamp(min=0)]
-    torch.testing.assert_close(
-        q.sum(-1), torch.where(over, ended[mdp.layer], alive), rtol=1e-13, atol=0
-    )
-    torch.testing.assert_close(
-        q[~over], alive[~over].unsqueeze(-1) * policy[mdp.origin[~over]], rtol=1e-13, atol=0
-    )
+    expected = torch.where(over, ended[mdp.layer], alive).unsqueeze(-1) * lifted
+    torch.testing.assert_close(q, expected, rtol=1e-13, atol=0)
 
     # Exactly the states that a policy reaches at each step were created, and one end a layer.
     chain[:, list(terminal)] = 0.0
     created = {(int(k), int(s)) for k, s in zip(mdp.layer, mdp.origin, strict=True)}
-    possible = {(int(k), int(s)) for k, s in chain.nonzero()} | {
-        (k, ABSORBING) for k in range(HORIZON) if ended[k] > 0
-    }
-    assert created == possible
+    possible = {(int(k), int(s)) for k, s in chain.nonzero()}
+    assert created == possible | {(k, ABSORBING) for k in range(HORIZON) if ended[k] > 0}
     assert mdp.num_states == len(created)
     assert bool(mdp.reachable.all())
 
@@ -101,9 +94,9 @@ def test_lift_reads_a_table_by_origin():
         assert torch.equal(lifted[:, state], expected)
 
 
-def broken(state, action, row):
+def broken(row):
     P = table()
-    P[state, action] = torch.tensor(row, dtype=F64)
+    P[3, 1] = torch.tensor(row, dtype=F64)
     return P
 
 
@@ -113,76 +106,47 @@ NO_ACTION = ACTIONS & (torch.arange(5) != 3).unsqueeze(-1)
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
-        (
-            {"transition": broken(3, 1, [0, 0, 0, 0.5, 0.25])},
-            ("transition: state 3, action 1: ", "0.75"),
-        ),
-        (
-            {"transition": broken(3, 1, [0, 0, 0, -0.5, 1.5])},
-            ("transition: state 3, action 1: ", "-0.5"),
-        ),
-        (
-            {"transition": broken(3, 1, [0, 0, 0, torch.nan, 1])},
-            ("transition: state 3, action 1: ", "nan"),
-        ),
+        ({"transition": broken([0, 0, 0, 0.5, 0.25])}, ("transition: state 3, action 1: ", "0.75")),
+        ({"transition": broken([0, 0, 0, -0.5, 1.5])}, ("state 3, action 1: ", "state 3 is -0.5")),
+        ({"transition": broken([0, 0, 0, torch.nan, 1])}, ("state 3, action 1: ", "nan")),
         ({"transition": table()[:4]}, ("transition", "(S, A, S)", "(4, 3, 5)")),
         ({"horizon": 0}, ("horizon", "0")),
         ({"terminal": [1, 5]}, ("terminal", "state 5", "5 states")),
         ({"initial": 5}, ("initial", "state 5", "5 states")),
         ({"initial": torch.ones(4, dtype=F64) / 4}, ("initial", "(5,)", "(4,)")),
-        (
-            {"initial": torch.tensor([0, 0, 1.5, -0.5, 0], dtype=F64)},
-            ("initial", "state 3", "-0.5"),
-        ),
-        ({"initial": torch.tensor([0, 0, 0.5, 0, 0], dtype=F64)}, ("initial: ", "0.5")),
-        ({"initial": torch.zeros(5, dtype=F64)}, ("initial: ", "sum to 0")),
+        ({"initial": torch.tensor([0, 0, 1.5, -0.5, 0])}, ("initial", "state 3", "-0.5")),
+        ({"initial": torch.tensor([0, 0, 0.5, 0, 0])}, ("initial: ", "0.5")),
         ({"actions": NO_ACTION}, ("actions: state 3", "no action")),
         ({"actions": NO_ACTION, "initial": 3}, ("actions: state 3", "no action")),
         ({"actions": ACTIONS[:4]}, ("actions", "(5, 3)", "(4, 3)")),
     ],
 )
 def test_errors_speak_of_the_states_of_the_table(arguments, fragments):
-    with pytest.raises(ValueError, match=".*".join(map(re.escape, fragments))):
-        occ.LayeredMDP.from_tables(
-            **(
-                {"transition": table(), "horizon": HORIZON, "initial": 1, "actions": ACTIONS}
-                | arguments
-            )
-        )
+    good = {"transition": table(), "horizon": HORIZON, "initial": 1, "actions": ACTIONS}
+    with expect(*fragments):
+        occ.LayeredMDP.from_tables(**(good | arguments))
 
 
 # -- states that no policy reaches -------------------------------------------------------------
 
 
-def partly_unreachable():
-    """Layers of 3, 3, 2. States 1, 4 and 6 are out of reach.
-
-    Only masked pairs and unreachable states lead there.
-    """
-    first = torch.tensor(
-        [[[0.5, 0.0, 0.5], [0.0, 1.0, 0.0]], [[0, 1, 0], [0, 1, 0]], [[0.25, 0, 0.75], [1, 0, 0]]],
-        dtype=F64,
-    )
-    second = torch.tensor([[[0.0, 1.0], [0, 1]], [[1, 0], [1, 0]], [[0, 1], [1, 0]]], dtype=F64)
+def test_prune_keeps_what_is_reached():
+    """Only masked pairs and unreachable states lead to the states 1, 4 and 6."""
+    first = [[[0.5, 0, 0.5], [0, 1, 0]], [[0, 1, 0], [0, 1, 0]], [[0.25, 0, 0.75], [1, 0, 0]]]
+    second = [[[0.0, 1], [0, 1]], [[1, 0], [1, 0]], [[0, 1], [1, 0]]]
     actions = torch.ones(8, 2, dtype=torch.bool)
     actions[0, 1] = actions[5, 1] = False
+    layers = [torch.tensor(P, dtype=F64) for P in (first, second, [[[1]] * 2] * 2)]
     initial = torch.tensor([0.5, 0.0, 0.5], dtype=F64)
-    return occ.LayeredMDP(
-        [first, second, torch.ones(2, 2, 1, dtype=F64)], actions=actions, initial=initial
-    )
-
-
-def test_prune_keeps_what_is_reached():
-    mdp = partly_unreachable()
+    mdp = occ.LayeredMDP(layers, actions=actions, initial=initial)
     assert mdp.reachable.tolist() == [True, False, True, True, False, True, False, True]
     pruned = mdp.prune()
     assert pruned.layer_sizes == (2, 2, 1)
     assert pruned.origin.tolist() == [0, 2, 3, 5, 7]
     assert pruned.prune() is pruned
     policy = occ.uniform_policy(mdp)
-    assert torch.equal(
-        occ.occupancy(pruned, pruned.lift(policy)), occ.occupancy(mdp, policy)[pruned.origin]
-    )
+    q = occ.occupancy(pruned, pruned.lift(policy))
+    assert torch.equal(q, occ.occupancy(mdp, policy)[pruned.origin])
 
 
 def test_in_a_batch_a_state_is_reachable_if_every_element_reaches_it_by_whatever_way():

@@ -1,10 +1,9 @@
-import re
-
 import pytest
 import torch
-from zoo import PROBLEMS, Centred, Coupled, SmoothedHybrid
+from zoo import PROBLEMS, Centred, Coupled, SmoothedHybrid, expect
 
 import torch_occ as occ
+from torch_occ.regularizers.terms import Log, Term
 
 F64 = torch.float64
 
@@ -26,15 +25,12 @@ A, B, C = occ.Tsallis(), Centred(0.5), Coupled(0.25)
 @pytest.mark.parametrize(
     ("psi", "weights"),
     [
-        (A + B, (1, 1, 0)),
         (A + B + C, (1, 1, 1)),
-        (A + (B + C), (1, 1, 1)),
-        (A + A, (2, 0, 0)),
+        (A + (B + A), (2, 1, 0)),
+        (sum([A, B]), (1, 1, 0)),
         (3 * A, (3, 0, 0)),
-        (A * 0.5, (0.5, 0, 0)),
         (A / 4, (0.25, 0, 0)),
         (2 * (A + B / 4) + C, (2, 0.5, 1)),
-        (A / occ.InverseSqrt(2.0), (1.5, 0, 0)),
         (A * occ.Constant(3.0), (3, 0, 0)),
         (occ.Constant(3.0) * A, (3, 0, 0)),
         ((A / occ.InverseSqrt(0.5) + B) / occ.InverseSqrt(0.25) + C, (72, 12, 1)),
@@ -57,7 +53,6 @@ def test_values_follow_the_algebra(psi, weights):
         lambda psi: psi * psi,
         lambda psi: 1 / psi,
         lambda psi: psi / psi,
-        lambda psi: psi * torch.tensor(2.0),
         lambda psi: torch.tensor(2.0) * psi,
         lambda psi: psi + occ.Constant(1.0),
         lambda psi: (psi + psi) + None,
@@ -68,25 +63,18 @@ def test_an_operation_without_a_meaning_is_a_type_error(combine):
         combine(occ.Shannon())
 
 
-@pytest.mark.parametrize("factor", [0, 0.0, -1.0, torch.nan, torch.inf])
+@pytest.mark.parametrize("factor", [0, -1.0, torch.nan, torch.inf])
 def test_only_positive_numbers_scale(factor):
-    for combine in (
-        lambda: occ.Shannon() * factor,
-        lambda: factor * occ.Shannon(),
-        lambda: occ.Shannon() / factor,
-    ):
-        with pytest.raises(ValueError, match=re.escape(f"positive number, got {factor}")):
-            combine()
+    for combine in (lambda psi: factor * psi, lambda psi: psi / factor):
+        with expect(f"positive number, got {factor}"):
+            combine(occ.Shannon())
 
 
 def test_the_parameters_of_a_sum_are_those_of_its_terms():
     psi = occ.HybridTsallis(0.5) / occ.InverseSqrt(2.0) + occ.LogBarrier(3.0)
-    named = {name: parameter.item() for name, parameter in psi.named_parameters()}
-    assert sorted(named.values()) == [0.5, 2.0, 3.0]
-    assert all(isinstance(parameter, torch.nn.Parameter) for parameter in psi.parameters())
-    assert all(parameter.dtype == F64 for parameter in psi.parameters())
-    twice = psi + occ.LogBarrier(4.0)
-    assert len(list(twice.parameters())) == 4
+    assert sorted(p.item() for p in psi.parameters()) == [0.5, 2.0, 3.0]
+    assert {(type(p), p.dtype) for p in psi.parameters()} == {(torch.nn.Parameter, F64)}
+    assert len(list((psi + occ.LogBarrier(4.0)).parameters())) == 4
 
 
 @pytest.mark.parametrize(
@@ -116,9 +104,8 @@ CASES = [(owner, name, value) for owner, (name, values) in BUILT_IN.items() for 
 
 @pytest.mark.parametrize(("owner", "name", "value"), CASES)
 def test_a_parameter_outside_its_domain_is_named(owner, name, value):
-    message = re.escape(f"{owner}: {name} must satisfy ") + ".*" + re.escape(f"got {float(value)}")
-    for given in (value, torch.tensor(value, dtype=F64), tensor([0.5, value])):
-        with pytest.raises(ValueError, match=message):
+    for given in (value, tensor(value), tensor([0.5, value])):
+        with expect(f"{owner}: {name} must satisfy ", f"got {float(value)}"):
             getattr(occ, owner)(**{name: given})
 
 
@@ -127,29 +114,21 @@ def test_a_parameter_that_leaves_its_domain_later_is_found_inside_a_sum():
     psi.validate()
     with torch.no_grad():
         psi.terms[1].beta.fill_(-1.0)
-    with pytest.raises(ValueError, match=r"LogBarrier: beta must satisfy .* got -1"):
+    with expect("LogBarrier: beta must satisfy ", "got -1"):
         psi.validate()
-
-
-@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.6, 1e-300])
-def test_a_python_number_keeps_all_its_digits(value):
-    assert occ.LogBarrier(value).beta.item() == value
-    assert occ.InverseSqrt(value).gamma.item() == value
 
 
 @pytest.mark.parametrize(
     ("given", "dtype"),
-    [(2, F64), (0.5, F64), (torch.tensor(2), F64), (torch.tensor(0.5), torch.float32)],
+    [(2, F64), (1 / 3, F64), (torch.tensor(2), F64), (torch.tensor(0.5), torch.float32)],
 )
-def test_the_number_type_of_a_parameter(given, dtype):
-    assert occ.LogBarrier(given).beta.dtype == dtype
-
-
-def test_a_parameter_is_a_copy():
-    beta = tensor(2.0)
-    barrier = occ.LogBarrier(beta)
-    beta.fill_(-1.0)
-    assert barrier.beta.item() == 2.0
+def test_a_parameter_is_a_copy_with_all_digits_of_a_python_number(given, dtype):
+    barrier = occ.LogBarrier(given)
+    assert barrier.beta.dtype == dtype
+    assert barrier.beta.item() == given
+    if isinstance(given, torch.Tensor):
+        given.fill_(-1.0)
+        assert barrier.beta.item() > 0
 
 
 # -- new regularizers ------------------------------------------------------------------------------
@@ -163,3 +142,12 @@ def test_a_regularizer_without_a_level_says_what_to_derive_it_from():
     for psi in (Nothing(), occ.Shannon() + Nothing() / 2):
         with pytest.raises(TypeError, match="Nothing: derive it from SeparableRegularizer"):
             psi(q, 1.0, mdp)
+
+
+def test_a_table_has_numbers_and_names():
+    class Weighted(occ.LogBarrier):
+        def table(self):
+            return (Term("pair", Log(), -self.beta),)
+
+    with expect("Weighted.table: expected numbers and names", "tensor", error=TypeError):
+        occ.FTRLStep(point()[1], Weighted())

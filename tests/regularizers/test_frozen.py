@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from torch.func import functional_call
-from zoo import PROBLEMS, random_loss
+from zoo import PROBLEMS, expect, random_loss
 
 import torch_occ as occ
 from torch_occ.regularizers.base import TabularRegularizer
@@ -28,22 +28,24 @@ def extended(terms):
     terms += [occ.LogBarrier()]
 
 
-CHANGES = {
-    "a term": lambda step: step.regularizer.terms.__setitem__(1, occ.LogBarrier(3.0)),
-    "one more": lambda step: step.regularizer.terms.append(occ.LogBarrier()),
-    "several more": lambda step: step.regularizer.terms.extend([occ.LogBarrier()]),
-    "one more by +=": lambda step: extended(step.regularizer.terms),
-    "one more in front": lambda step: step.regularizer.terms.insert(0, occ.LogBarrier()),
-    "one less": lambda step: step.regularizer.terms.__delitem__(1),
-    "the last": lambda step: step.regularizer.terms.pop(1),
-    "a term by its name": lambda step: setattr(step.regularizer.terms, "1", occ.LogBarrier()),
-    "a module by its name": lambda step: step.regularizer.terms.add_module("1", occ.LogBarrier()),
+TERMS = {  # changes of the list of terms
+    "a term": lambda terms: terms.__setitem__(1, occ.LogBarrier(3.0)),
+    "one more": lambda terms: terms.append(occ.LogBarrier()),
+    "several more": lambda terms: terms.extend([occ.LogBarrier()]),
+    "one more by +=": extended,
+    "one more in front": lambda terms: terms.insert(0, occ.LogBarrier()),
+    "one less": lambda terms: terms.__delitem__(1),
+    "the last": lambda terms: terms.pop(1),
+    "by its name": lambda terms: setattr(terms, "1", occ.LogBarrier()),
+    "a module by its name": lambda terms: terms.add_module("1", occ.LogBarrier()),
+    "a factor": lambda terms: setattr(terms[0], "factor", 5.0),
+    "a schedule": lambda terms: setattr(terms[0], "factor", occ.Constant(5.0)),
+    "a power": lambda terms: setattr(terms[0], "power", 1),
+    "what is scaled": lambda terms: setattr(terms[0], "regularizer", occ.Shannon()),
+}
+CHANGES = {name: (lambda step, x=x: x(step.regularizer.terms)) for name, x in TERMS.items()} | {
     "all terms": lambda step: setattr(step.regularizer, "terms", [occ.LogBarrier()]),
     "no terms": lambda step: delattr(step.regularizer, "terms"),
-    "a factor": lambda step: setattr(step.regularizer.terms[0], "factor", 5.0),
-    "a schedule": lambda step: setattr(step.regularizer.terms[0], "factor", occ.Constant(5.0)),
-    "a power": lambda step: setattr(step.regularizer.terms[0], "power", 1),
-    "what is scaled": lambda step: setattr(step.regularizer.terms[0], "regularizer", occ.Shannon()),
     "the mdp": lambda step: setattr(step, "mdp", PROBLEMS["contexts"]().mdp),
     "the regularizer": lambda step: setattr(step, "regularizer", occ.Shannon()),
     "the options": lambda step: setattr(step, "options", None),
@@ -62,32 +64,20 @@ def test_a_change_of_structure_is_refused(name, step):
 
 def test_values_of_parameters_are_followed(step):
     fresh = occ.FTRLStep(MDP, occ.jin_luo(MDP, beta=3.0), backend=step.backend)
-    values = {
-        f"regularizer.{name}": value for name, value in fresh.regularizer.state_dict().items()
-    }
-    assert set(values) == {
-        "regularizer.terms.0.regularizer.alpha",
-        "regularizer.terms.0.factor.gamma",
-        "regularizer.terms.1.beta",
-    }
+    values = fresh.state_dict()
+    names = ("terms.0.regularizer.alpha", "terms.0.factor.gamma", "terms.1.beta")
+    assert set(values) == {f"regularizer.{name}" for name in names}
     expected = fresh(LOSS, 3.0)
     assert float((expected - step(LOSS, 3.0)).detach().abs().max()) > 1e-3
-
-    def agrees(q):
-        torch.testing.assert_close(q, expected, rtol=1e-10, atol=0)
-        return True
-
-    assert agrees(functional_call(step, values, (LOSS, 3.0)))
-    for assign in (False, True):
-        loaded = copy.deepcopy(step)
-        loaded.load_state_dict(values, assign=assign)
-        assert agrees(loaded(LOSS, 3.0))
-    replaced = copy.deepcopy(step)
+    found = [functional_call(step, values, (LOSS, 3.0))]
+    loaded, assigned, replaced = (copy.deepcopy(step) for _ in range(3))
+    loaded.load_state_dict(values)
+    assigned.load_state_dict(values, assign=True)
     replaced.regularizer.terms[1].beta = torch.nn.Parameter(torch.tensor(3.0, dtype=torch.float64))
-    assert agrees(replaced(LOSS, 3.0))
     with torch.no_grad():
         step.regularizer.terms[1].beta.fill_(3.0)
-    assert agrees(step(LOSS, 3.0))
+    for q in (*found, *(each(LOSS, 3.0) for each in (loaded, assigned, replaced, step))):
+        torch.testing.assert_close(q, expected, rtol=1e-10, atol=0)
 
 
 def test_copies_and_conversions_work(step):
@@ -119,16 +109,6 @@ class Moody(TabularRegularizer):
         return (Term("pair", Power(0.5), -1.0), Term("pair", self.kind, -0.5))
 
 
-@pytest.mark.parametrize("backend", ["engine", "torch"])
-def test_a_table_that_changes_is_noticed(backend):
-    psi = Moody()
-    step = occ.FTRLStep(MDP, psi, backend=backend)
-    step(LOSS)
-    psi.kind = Power(0.25)
-    with pytest.raises(RuntimeError, match="make a new FTRLStep"):
-        step(LOSS)
-
-
 class Both(occ.Regularizer):
     """A user's own sum, of as many parts as it has at the moment."""
 
@@ -140,10 +120,6 @@ class Both(occ.Regularizer):
         for part in self.all:
             yield from part.parts()
 
-    def leaves(self):
-        for part in self.all:
-            yield from part.leaves()
-
 
 class Squares(occ.StatewiseRegularizer):
     def per_state(self, q_s):
@@ -151,10 +127,13 @@ class Squares(occ.StatewiseRegularizer):
 
 
 @pytest.mark.parametrize("backend", ["engine", "torch"])
-def test_a_part_that_comes_too_late_is_noticed(backend):
-    psi = Both(occ.Shannon())
-    step = occ.FTRLStep(MDP, psi, backend=backend)
-    step(LOSS)
-    psi.all.append(Squares())
-    with pytest.raises(RuntimeError, match=r"Squares was added .* make a new FTRLStep"):
+def test_a_table_or_a_part_that_changes_is_noticed(backend):
+    table, total = Moody(), Both(occ.Shannon())
+    steps = [occ.FTRLStep(MDP, psi, backend=backend) for psi in (table, total)]
+    for step in steps:
         step(LOSS)
+    table.kind = Power(0.25)
+    total.all.append(Squares())
+    for step, message in zip(steps, ("its terms were", "Squares was added"), strict=True):
+        with expect(message, "make a new FTRLStep", error=RuntimeError):
+            step(LOSS)

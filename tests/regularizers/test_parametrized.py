@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributions import constraints
-from zoo import PROBLEMS, random_loss
+from zoo import PROBLEMS, expect, random_loss, random_point
 
 import torch_occ as occ
 from torch_occ.regularizers.base import Sum
@@ -24,6 +24,7 @@ from torch_occ.regularizers.derivatives import Evaluator, derivatives
 
 F64 = torch.float64
 NAMES = ("strength", "alpha", "beta", "mix")
+DOMAINS = dict.fromkeys(NAMES, constraints.nonnegative)
 
 
 def tensor(*values):
@@ -31,7 +32,7 @@ def tensor(*values):
 
 
 class BySeparable(occ.SeparableRegularizer):
-    arg_constraints: ClassVar = dict.fromkeys(NAMES, constraints.nonnegative)
+    arg_constraints: ClassVar = DOMAINS
 
     def pair(self, x):
         return -self.strength * x.sqrt() - self.beta * x.log() + self.mix * x * x.log()
@@ -44,7 +45,7 @@ class BySeparable(occ.SeparableRegularizer):
 
 
 class ByState(occ.StatewiseRegularizer):
-    arg_constraints: ClassVar = dict.fromkeys(NAMES, constraints.nonnegative)
+    arg_constraints: ClassVar = DOMAINS
 
     def per_state(self, q_s):
         total = q_s.sum(-1, keepdim=True)
@@ -55,7 +56,7 @@ class ByState(occ.StatewiseRegularizer):
 
 
 class Jointly(occ.JointRegularizer):
-    arg_constraints: ClassVar = dict.fromkeys(NAMES, constraints.nonnegative)
+    arg_constraints: ClassVar = DOMAINS
 
     def __init__(self, actions, **parameters):
         super().__init__(**parameters)
@@ -158,11 +159,6 @@ def each(function, values, batch):
     return torch.stack(found).reshape(*batch, *found[0].shape)
 
 
-def points(mdp, batch, seed=7):
-    weights = (random_loss(mdp, seed=seed, batch=batch) + 0.05) * mdp.actions
-    return occ.occupancy(mdp, weights / weights.sum(-1, keepdim=True))
-
-
 def derive(mdp, psi, q, t=4.0):
     evaluator = Evaluator(psi)
     return derivatives(mdp, psi, evaluator.bind(evaluator.parameters(tensor(t)), tensor(t)), q)
@@ -181,7 +177,7 @@ def close(found, expected, tolerance=1e-12):
 @of_sizes(CASES)
 def test_values_and_derivatives_are_those_of_each_element(name, shape, level):
     mdp, values, rate = MDPS[name], parameters(shape), some(shape, 9)
-    q, psi = points(mdp, shape), STEPS[level](mdp, **values) / occ.InverseSqrt(rate)
+    q, psi = random_point(mdp, *shape, seed=7), STEPS[level](mdp, **values) / occ.InverseSqrt(rate)
     found = derive(mdp, psi, q)
 
     def alone(index, scalars):
@@ -190,9 +186,10 @@ def test_values_and_derivatives_are_those_of_each_element(name, shape, level):
         value, hessian = truth(q[index], 4.0, mdp), at.hessian.to_full().matrix
         return torch.cat([value[None], at.gradient.flatten(), hessian.flatten()]).detach()
 
-    flat = [found.gradient.flatten(-2), found.hessian.to_full().matrix.flatten(-2)]
-    expected = each(alone, values, shape).split([1, *(x.shape[-1] for x in flat)], -1)
-    for x, y in zip([psi(q, 4.0, mdp)[..., None].detach(), *flat], expected, strict=True):
+    gradient, hessian = found.gradient.flatten(-2), found.hessian.to_full().matrix.flatten(-2)
+    parts = [psi(q, 4.0, mdp)[..., None].detach(), gradient, hessian]
+    expected = each(alone, values, shape).split([x.shape[-1] for x in parts], -1)
+    for x, y in zip(parts, expected, strict=True):
         close(x, y)
 
 
@@ -216,29 +213,6 @@ def test_solutions_and_their_gradients_are_those_of_each_element(name, shape, le
     close(torch.stack(found, -1), expected, 1e-8)
 
 
-class Complement(occ.SeparableRegularizer):
-    arg_constraints: ClassVar = {"alpha": constraints.nonnegative}
-
-    def pair(self, x):
-        return -x.sqrt()
-
-    def complement(self, x):
-        return -self.alpha * x.sqrt()
-
-
-@of_sizes(SOLVED)
-def test_complements(name, shape):
-    mdp, alpha, q = MDPS[name], some(shape, 1), points(MDPS[name], shape)
-    user, twin = (derive(mdp, kind(alpha=alpha), q) for kind in (Complement, occ.HybridComplement))
-
-    def alone(index, scalars):
-        return derive(mdp, occ.HybridComplement(scalars["alpha"]), q[index]).gradient
-
-    for found in (user, twin):
-        close(found.gradient, each(alone, {"alpha": alpha}, shape))
-    close(user.hessian.d, twin.hessian.d)
-
-
 # -- several batch shapes at once, and none of q's own ---------------------------------------------
 
 
@@ -247,14 +221,12 @@ def test_parameters_of_different_batch_shapes_broadcast(level):
     mdp, batch = MDPS["cube"], (2, 4, 3)  # S = 4, A = 3
     shapes = ((3,), (4, 1), (2, 1, 1), ())
     values = {name: some(shape, 1) for name, shape in zip(NAMES, shapes, strict=True)}
-    t = 1 + some((4, 3), 4)
-    loss = random_loss(mdp, 5.0, seed=1)
-    psi = LEVELS[level](mdp, **values) / occ.InverseSqrt(some((2, 1, 3), 5))
+    t, rates, loss = 1 + some((4, 3), 4), some((2, 1, 3), 5), random_loss(mdp, 5.0, seed=1)
+    psi = LEVELS[level](mdp, **values) / occ.InverseSqrt(rates)
     q = occ.FTRLStep(mdp, psi)(loss, t)
-    rates = some((2, 1, 3), 5).expand(batch)
 
     def alone(index, scalars):
-        truth = built_in(mdp, **scalars) / occ.InverseSqrt(float(rates[index]))
+        truth = built_in(mdp, **scalars) / occ.InverseSqrt(float(rates.expand(batch)[index]))
         return occ.FTRLStep(mdp, truth)(loss, float(t.expand(batch)[index])).detach()
 
     close(q.detach(), each(alone, values, batch), 1e-10)
@@ -266,18 +238,14 @@ def test_parameters_of_different_batch_shapes_broadcast(level):
 @pytest.mark.parametrize("size", [3, 4, 12])
 def test_parameters_may_have_a_batch_where_q_has_none(level, size):
     mdp, values = MDPS["cube"], parameters((size,), only=("beta", "mix"))
-    psi, q = LEVELS[level](mdp, **values), points(mdp, ())
+    psi, q = LEVELS[level](mdp, **values), random_point(mdp, seed=7)
 
-    def value(psi):
-        return psi(q, 1.0, mdp).detach()
+    def found(psi):
+        value, solution = psi(q, 1.0, mdp), occ.FTRLStep(mdp, psi)(5 * q)
+        return torch.cat([value[..., None], solution.flatten(-2)], -1).detach()
 
-    def solution(psi):
-        return occ.FTRLStep(mdp, psi)(5 * q).detach()
-
-    for function, tolerance in ((value, 1e-12), (solution, 1e-10)):
-        truth = each(lambda _, x: function(built_in(mdp, **x)), values, (size,))  # noqa: B023
-        close(function(psi), truth, tolerance)
-    with pytest.raises(ValueError, match=r"batched parameters need a batch of q"):
+    close(found(psi), each(lambda _, x: found(built_in(mdp, **x)), values, (size,)), 1e-10)
+    with expect("batched parameters need a batch of q"):
         derive(mdp, psi, q)
 
 
@@ -303,10 +271,7 @@ SHORT = {  # two parameters of each
 @pytest.mark.parametrize(
     ("in_dims", "shapes"),
     [  # of the loss, strength and beta, without the events of the loss; S = 4, A = 3
-        ((0, None, None), ((3,), (3,), ())),
-        ((0, None, None), ((3,), (3,), (3, 1))),
         ((0, None, None), ((4, 3), (3,), (4, 1))),
-        ((None, 0, None), ((), (3,), (3,))),
         ((None, 0, None), ((3,), (3, 3), (3,))),
         ((None, 0, 0), ((4,), (3, 4), (3,))),
         ((None, 0, 0), ((), (4, 3, 4), (4,))),
@@ -362,13 +327,6 @@ def test_a_forecast_under_vmap_does_not_take_its_dimension_for_pairs(level, size
     close(found.detach(), occ.forecast(mdp, psi, means, 100).final.detach(), 1e-10)
 
 
-def test_leap_takes_one_regularizer_at_a_time():
-    mdp = MDPS["contexts"]
-    for psi in (occ.LogBarrier(tensor([1.0, 2.0])), BySeparable(**parameters((2,)))):
-        with pytest.raises(ValueError, match=r"regularizer: .* batch shape \(2,\).*forecast"):
-            occ.leap(mdp, psi, random_loss(mdp), 100, particles=2)
-
-
 # -- what counts as a parameter with a batch -------------------------------------------------------
 
 
@@ -396,7 +354,7 @@ def test_a_parameter_may_declare_an_event_shape(shape, scale):
         own, scale = weights.expand(*batch, 3, 3)[index], float(scales.expand(batch)[index])
         alone = PerPair(weights=own, scale=scale)
         close(q[index].detach(), occ.FTRLStep(mdp, alone)(loss).detach(), 1e-12)
-    with pytest.raises(ValueError, match=r"PerPair: weights must satisfy GreaterThan.* got -3\.0"):
+    with expect("PerPair: weights must satisfy GreaterThan", "got -3.0"):
         PerPair(weights=torch.where(torch.eye(3) > 0, -3.0, weights), scale=1.0)
 
 
@@ -408,9 +366,7 @@ class ByHand(occ.SeparableRegularizer):
         self.tilt = nn.Parameter(tilt)
         self.scale = nn.Parameter(tensor(2.0))
         self.network = nn.Linear(1, 1, dtype=F64)
-        with torch.no_grad():
-            self.network.weight.fill_(0.3)
-            self.network.bias.fill_(0.1)
+        self.network.load_state_dict({"weight": tensor([[0.3]]), "bias": tensor([0.1])})
 
     def pair(self, x):
         affine = self.network(x.unsqueeze(-1)).squeeze(-1)
@@ -430,31 +386,29 @@ def test_parameters_that_are_set_as_attributes_keep_their_own_shape():
 
 
 class Roundabout(occ.SeparableRegularizer):
-    """Reads its parameters in every way that Python has."""
+    """Reads its parameters through closures, by name, and inside another module."""
 
     def __init__(self, strength, inner):
         super().__init__(strength=strength)
-        self.inner = inner
-        self.term = lambda x: -self.strength * x.sqrt()
-        self.bound = self._log
-
-    def _log(self, x):
-        everything = dict(self.named_parameters())
-        return -self.strength * x.log() + everything["inner.strength"] * x.square()
+        self.inner, self.term = inner, lambda x: -self.strength * x.sqrt()
 
     def pair(self, x):
-        first, _ = self.parameters()
-        return self.term(x) + self.bound(x) + self.inner.term(x) + first * x * x.log()
+        everything, (first, _) = dict(self.named_parameters()), self.parameters()
+        return (
+            self.term(x)
+            + self.inner.term(x)
+            + everything["inner.strength"] * x**2
+            - first * x.log()
+        )
 
 
 def test_a_parameter_can_be_read_in_any_way():
     mdp, a, b = MDPS["contexts"], some((3,), 0), some((3, 1), 1)
     inner = Roundabout(b, None)
-    q = points(mdp, (3, 3))
+    q = random_point(mdp, 3, 3, seed=7)
     found = derive(mdp, Roundabout(a, inner), q).gradient
     a, b = a[:, None, None], b[..., None, None]
-    expected = -(a + b) / (2 * q.sqrt()) - a / q + 2 * b * q + a * (q.log() + 1)
-    close(found, expected, 1e-13)
+    close(found, -(a + b) / (2 * q.sqrt()) + 2 * b * q - a / q, 1e-13)
     assert torch.equal(inner.strength, some((3, 1), 1))
 
 
@@ -471,45 +425,34 @@ class Wrong(occ.SeparableRegularizer):
 
 
 class WrongStatewise(occ.StatewiseRegularizer):
-    def per_state(self, q_s):
-        return -q_s.log()
+    per_state = staticmethod(lambda q_s: -q_s.log())
 
 
 class WrongJoint(occ.JointRegularizer):
-    def joint(self, q):
-        return -q.log().sum()
+    joint = staticmethod(lambda q: -q.log().sum())
 
 
 def test_a_function_of_the_wrong_shape_is_named():
-    mdp, q = MDPS["cube"], points(MDPS["cube"], (2,))
+    mdp, q = MDPS["cube"], random_point(MDPS["cube"], 2, seed=7)
     two = tensor([1.0, 2.0])
     cases = [
-        (
-            Wrong(lambda a, x: a * x.log().sum(-1), 1.0),
-            r"\(2, 4, 3\) at .* \(2, 4, 3\), got \(2, 4\)$",
-        ),
-        (Wrong(lambda a, x: 0.0, 1.0), r"Wrong.pair: .* got float"),
-        (WrongStatewise(), r"WrongStatewise.per_state: .* \(2, 4\) .*, got \(2, 4, 3\)"),
-        (WrongJoint(), r"WrongJoint.joint: .* \(2,\) at .* \(2, 4, 3\), got \(\)"),
+        (Wrong(lambda a, x: a * x.log().sum(-1), 1.0), ("(2, 4, 3) at", "(2, 4, 3), got (2, 4)")),
+        (Wrong(lambda a, x: 0.0, 1.0), ("Wrong.pair: ", "got float")),
+        (WrongStatewise(), ("WrongStatewise.per_state: ", "(2, 4) ", "got (2, 4, 3)")),
+        (WrongJoint(), ("WrongJoint.joint: ", "(2,) at", "(2, 4, 3), got ()")),
         # A batched parameter must broadcast.
-        (
-            Wrong(lambda a, x: a[:, None, None, None] * x, two),
-            r"strength \(2, 1, 1\) there, which must",
-        ),
-        (
-            Wrong(lambda a, x: a.expand(2, 5, 3) * x, two),
-            r"got the error .* strength \(2, 1, 1\) there",
-        ),
+        (Wrong(lambda a, x: a[:, None, None, None] * x, two), ("strength (2, 1, 1) there, which",)),
+        (Wrong(lambda a, x: a.expand(2, 5, 3) * x, two), ("got the error ", "strength (2, 1, 1)")),
     ]
-    for psi, message in cases:
-        with pytest.raises(ValueError, match=message):
+    for psi, fragments in cases:
+        with expect(*fragments):
             psi(q, 1.0, mdp)
 
 
 def test_a_vmap_over_the_weights_of_a_network_is_refused():
     mdp, psi = MDPS["contexts"], ByHand(tensor([0.5, 1.0, 2.0]))
     solve = solver(occ.FTRLStep(mdp, psi), ["regularizer.network.weight"])
-    with pytest.raises(NotImplementedError, match=r"nn\.Linear, cannot be batched"):
+    with expect("nn.Linear, cannot be batched", error=NotImplementedError):
         torch.func.vmap(solve, (None, 0))(random_loss(mdp), some((2, 1, 1), 0))
 
 
@@ -517,17 +460,18 @@ def test_tables_take_scalars():
     class Tilted(occ.LogBarrier):
         arg_constraints: ClassVar = {"beta": constraints.independent(constraints.positive, 1)}
 
-    with pytest.raises(ValueError, match=r"Tilted: beta declares 1 event .*SeparableRegularizer"):
+    with expect("Tilted: beta declares 1 event ", "SeparableRegularizer"):
         Tilted(tensor([1.0, 2.0, 3.0]))
 
 
-def test_tune_leaves_parameters_alone_that_cannot_have_starts():
+def test_tune_and_leap_refuse_parameters_that_they_cannot_take():
     mdp = MDPS["contexts"]
-    objective = occ.tuning.ForecastObjective(
-        [occ.tuning.World("stochastic", mdp, random_loss(mdp))], 100
-    )
-    with pytest.raises(ValueError, match=r"regularizer: network.weight belongs to a Linear.*only="):
+    world = occ.tuning.World("stochastic", mdp, random_loss(mdp))
+    objective = occ.tuning.ForecastObjective([world], 100)
+    with expect("regularizer: network.weight belongs to a Linear", "only="):
         occ.tune(objective, ByHand(tensor(1.0)), only=["network.weight"])
     options = {"only": ["scale"], "steps": 0, "starts": 3, "bounds": {"scale": (0.1, 9.0)}}
     found = occ.tune(objective, ByHand(tensor(1.0)), **options)
     assert bool(found.values.isfinite().all())
+    with expect("regularizer: ", "batch shape (2,)", "forecast"):
+        occ.leap(mdp, occ.LogBarrier(tensor([1.0, 2.0])), random_loss(mdp), 100, particles=2)

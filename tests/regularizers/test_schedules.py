@@ -19,7 +19,6 @@ T = torch.tensor([1.0, 2.0, 100.0, 1e8], dtype=F64)
     ],
 )
 def test_values(schedule, expected):
-    torch.testing.assert_close(schedule(T), expected, rtol=1e-15, atol=0)
     found = schedule(T.reshape(2, 2))
     torch.testing.assert_close(found, expected.reshape(2, 2), rtol=1e-15, atol=0)
     torch.testing.assert_close(schedule(T[2]), expected[2], rtol=1e-15, atol=0)

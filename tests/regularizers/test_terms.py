@@ -10,10 +10,6 @@ from torch_occ.regularizers.terms import Log, Power, XLogX
 FUNCTIONS = {"power": Power(0.3), "x log x": XLogX(), "log": Log()}
 
 
-def test_numbers_agree():
-    assert (Power.code, XLogX.code, Log.code) == (psi.POWER, psi.X_LOG_X, psi.LOG)
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_kernels_have_the_derivatives_of_the_torch_form(name):
     function = FUNCTIONS[name]

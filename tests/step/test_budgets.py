@@ -74,7 +74,7 @@ def test_entropies_meet_several_budgets_at_large_losses(psi, count):
         for scale in (1e3, 1e4):
             step = occ.FTRLStep(mdp, psi, backend="engine")
             found = step.solve(scale * mean, constraints=budgets)
-            assert float(found.slack.min()) > -1e-12
+            assert float(found.slack.min()) > -1e-15 * scale  # of the rounding errors of the loss
             assert not bool((found.q == SMALLEST).any())  # what underflows is not raised
 
 

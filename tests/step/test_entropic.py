@@ -371,6 +371,25 @@ class Crowd(TabularRegularizer):
         return (Term("state", XLogX(), 1.0),)
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch", "engine"])
+def test_what_is_certified_beside_huge_values_is_right(backend):
+    """Found by experiments.fuzz: rounding of values that belong to states must not reach q."""
+    # A dead state is the first of its layer, and has a value of -1e6.
+    to = torch.eye(2, dtype=torch.float64)
+    dead = occ.LayeredMDP([to[None, [0, 1, 1]], torch.ones(2, 3, 1, dtype=torch.float64)])
+    one = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)])
+    cases = (
+        (dead, [[1e6, 0.0, 3.1], [0.0] * 3, [0.0] * 3], occ.Shannon() / occ.Constant(60.0), 2),
+        (one, [[5.0, 0.0]], occ.Shannon() + Crowd() * 9249191.4, 0),
+    )
+    for mdp, loss, psi, place in cases:
+        solution = occ.FTRLStep(mdp, psi, backend=backend).solve(tensor(loss), check=False)
+        gap = 3.1 * 60.0 if mdp is dead else 5.0
+        if bool(solution.converged) or backend == "auto":
+            ratio = solution.q[0, place] / solution.q[0, 1]
+            assert ratio.item() == pytest.approx(math.exp(-gap), rel=1e-11, abs=0)
+
+
 def beach(size: int = 10, horizon: int = 15) -> tuple[occ.LayeredMDP, Tensor]:
     """The beach bar: walk on a circle towards the bar, which is in the middle of the beach."""
     kernel = torch.zeros(size, 3, size, dtype=torch.float64)

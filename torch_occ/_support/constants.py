@@ -72,13 +72,3 @@ MIX_ONE, MIX_TWO = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 #: Newton's method for the index of KL-UCB: the most steps, and the change of log x that ends it.
 KL_STEPS, KL_TOLERANCE = 30, 1e-11
-
-#: The largest number of Newton steps on the multipliers of budgets, and how often one is shortened.
-STEPS, SHORTENINGS = 30, 30
-
-#: In one step, a multiplier of a budget becomes at most about this factor larger.
-GROWTH = 10.0
-
-#: When the budgets are met for a growing share of the loss: the largest number of shares that are
-#: tried, the least share, and the least factor by which it is raised.
-SHARES, LEAST_SHARE, LEAST_RATIO = 60, 1e-9, 1.05

@@ -1,7 +1,6 @@
 """Compiled code: NumPy arrays in and out, no torch.
 
 batch          a batch of FTRL steps in one call, and their derivatives; `FTRLStep` calls these
-budgets        the quadratic model of the dual of a step with budgets, and its best multipliers
 dense          the factors of the linear system of a Newton step with dense transitions
 draws          gamma and Beta variates from numbers that are a function of a key, compiled
 entropic       backward and forward passes in logarithms, for the step of an entropy

@@ -34,8 +34,11 @@ from torch_occ.engine.layout import (
     PAIR,
     PLAN,
     RECENT,
+    REST,
     ROOT,
     ROOTED,
+    SLOPE,
+    STATE,
     TRIAL,
     Floats,
     Model,
@@ -59,6 +62,7 @@ from torch_occ.engine.shaping import (
     least_unit,
     shape_loss,
     shape_rarely,
+    unit_of,
 )
 from torch_occ.engine.transitions import arrive, factorize, solve
 
@@ -178,6 +182,8 @@ def descend(
         dual, flow = refine(
             model, terms, weights, tolerance, source, unsure, fine, dual, flow, work
         )
+    if uses(terms, STATE):
+        dual += state_rounding(model, complement, work)
     good = (status == STALLED) & (dual <= tolerance) & (flow <= tolerance)
     convex = is_convex(model, terms, weights, work)
     status = where(good, where(convex, CONVERGED, NOT_CONVEX), status)
@@ -243,6 +249,17 @@ def refine(
             lift(model, moved, work)
         flow = where(moved, flow_error(model, work), flow)
     return dual, flow
+
+
+@routine
+def state_rounding(model: Model, complement: bool, work: Work) -> Any:
+    """The relative error of q from rounding slopes of states that are added to those of pairs."""
+    error = 0.0
+    for i in range(work.pairs.shape[1]):
+        if model.exists[REST, i]:
+            slope = work.states[SLOPE, i // model.num_actions]
+            error = max(error, EPS * abs(slope / unit_of(model, i, complement, work.pairs)))
+    return error
 
 
 @routine

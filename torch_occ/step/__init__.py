@@ -1,9 +1,9 @@
 """`FTRLStep`: Newton's method, its linear algebra, implicit derivatives.
 
 arrays               conversion of torch objects to the arrays of the compiled kernels, and what
-budgets              the optimality conditions of the step with budgets, for implicit derivatives
+budgets              the step with budgets: its multipliers and its derivatives
 checking             check a regularizer: is it finite, convex and steep, and are its
-compiled             the step in compiled kernels: solves, first derivatives, sweeps, budgets
+compiled             the step in compiled kernels: solves, first derivatives, sweeps
 entropic             the FTRL step for entropies, in logarithms: q may underflow, but log q does not
 ftrl                 the FTRL step as a torch module
 graph                what surrounds a step in a network: other number types, autocast, inference

@@ -1,48 +1,27 @@
-"""The optimality conditions of the step with budgets, for implicit derivatives.
-
-A budget that holds with equality is one more linear constraint, beside the flow constraints. With
-a_i = 1 for such budgets and 0 for the others, the solution satisfies
-
-    grad psi_t(q) + sum_i a_i y_i G_i - E'v = x,    E q = b,
-    a_i (h_i - ⟨G_i, q⟩) + (1 - a_i) y_i = 0.
-
-This is `torch_occ.step.implicit.Stationarity` with the multipliers (v, y) in place of v. Its
-derivatives need m more solutions of the factored system, and a matrix of size m (a bordered
-system). They exist where no budget holds with equality and has the multiplier zero.
-"""
+"""The step with budgets ⟨G_i, q⟩ <= h_i: its multipliers, and its derivatives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_occ._support.choices import later
-from torch_occ._support.constants import (
-    GROWTH,
-    LEAST_RATIO,
-    LEAST_SHARE,
-    SHARES,
-    SHORTENINGS,
-    STEPS,
-)
 from torch_occ.mdp.checks import broadcast
-from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.occupancy import flow_of, join
+from torch_occ.mdp.occupancy import join
 from torch_occ.regularizers.parameters import with_rank
-from torch_occ.step.implicit import ImplicitSolution, Setting, Stationarity
-from torch_occ.step.newton import newton
+from torch_occ.regularizers.terms import keep
+from torch_occ.step.implicit import ImplicitSolution, Setting, Stationarity, Tensors
 from torch_occ.step.solution import (
     Budgets,
     InfeasibleError,
     Solution,
     Status,
     check_batches,
-    event_dims_of,
     least_cost,
     over,
     report,
@@ -50,18 +29,340 @@ from torch_occ.step.solution import (
 from torch_occ.step.system import Factorization
 
 if TYPE_CHECKING:
-    from torch_occ.step.compiled import CompiledBudgets, CompiledStep
+    from torch_occ.step.compiled import CompiledStep
     from torch_occ.step.ftrl import FTRLStep
+
+Array = NDArray[Any]
+
+# -- The multipliers, by Newton's method on the dual problem ---------------------------------------
+#
+# For multipliers y >= 0, the budgets act on the step as an additional loss G'y. Let q(y) be the
+# solution of the step without budgets for the loss L + G'y. The multipliers maximize
+#
+#     D(y) = min over q in Omega of ⟨q, L + G'y⟩ + psi_t(q) - ⟨y, h⟩,
+#
+# which is concave, with grad D = G q(y) - h and hess D = - G Pi G', where -Pi is the derivative of
+# q with respect to the loss (torch_occ.step.linearization). So one step on m multipliers needs q(y)
+# and m solutions of a linear system that is factored once, by torch or by the engine.
+#
+# **Step.** The multipliers of the quadratic model that are best among y >= 0, by pivoting. Where
+# q(y) hardly responds, the model would ask for huge steps; no multiplier grows more than tenfold.
+# **Step length.** D is concave, so its slope along a step decreases. If the slope at the end is
+# negative, the zero of the slope is bracketed and approached. No function values are compared.
+# **Large losses.** If the loss is large compared with psi, q(y) changes abruptly, and Newton's
+# method may fail. Then the budgets are met for the loss zero first, and for a growing share of the
+# loss after that. The multipliers are nearly linear in this share, so each solution predicts the
+# next. **Infeasible budgets.** If no policy meets them, D is unbounded. Some y >= 0 then has min
+# over q of ⟨G'y, q⟩ > ⟨y, h⟩, which proves it. Every iterate is tried as such a y.
+
+#: The largest number of Newton steps on the multipliers, and how often one is shortened.
+_STEPS, _SHORTENINGS = 30, 30
+
+#: In one step, a multiplier becomes at most about this factor larger.
+_GROWTH = 10.0
+
+#: The largest number of shares of the loss that are tried, the least one, and the least factor.
+_SHARES, _LEAST_SHARE, _LEAST_RATIO = 60, 1e-9, 1.05
+
+#: Violations below this multiple of the rounding error are not reduced further.
+_NOISE = 8.0
+
+#: How many more steps are tried where rounding errors of the budgets are above the tolerance.
+_RETRIES = 6
+
+
+def raised(q: Tensor) -> Tensor:
+    """Return q, and the least number that linear systems take where an entropy underflowed."""
+    number = torch.finfo(q.dtype)
+    return q.clamp(min=number.tiny / number.eps)
+
+
+class _Point(NamedTuple):
+    """The step without budgets at multipliers y, for N elements; arrays are small and in NumPy."""
+
+    solution: Solution  # (*batch, ...)
+    y: Array  # (N, m)
+    excess: Array  # (N, m), G q - h
+    size: Array  # (N, m), the sum of the sizes of the terms of G q - h
+    steps: Array  # (N,), Newton steps so far
+    status: Array  # (N,), of the step without budgets; of the search at its end
+    dual_residual: Array  # (N,), of the step without budgets
+    proof: Array  # (N, m), weights that prove that the budgets are infeasible
+
+    def merge(self, other: _Point, where: Array) -> _Point:
+        """Return `other` at the elements given by `where` `(N,)`, this one elsewhere."""
+        if where.all():
+            return other
+        status = self.solution.status
+        here = torch.from_numpy(where).view(status.shape).to(status.device)
+        arrays = (
+            np.where(where.reshape(-1, *(1,) * (mine.ndim - 1)), theirs, mine)
+            for mine, theirs in zip(self[1:], other[1:], strict=True)
+        )
+        return _Point(self.solution.merge(other.solution, here), *arrays)
+
+
+class _MultiplierSearch:
+    """The search of one call, for plain tensors with the full batch shape."""
+
+    def __init__(
+        self, step: FTRLStep, setting: BudgetedSetting, loss: Tensor, costs: Tensor, limits: Tensor
+    ) -> None:
+        self.step, self.setting, self.loss, self.costs = step, setting, loss, costs
+        self.batch, self.count = limits.shape[:-1], limits.shape[-1]
+        self.mdp = None if setting.mdp is step.mdp else setting.mdp
+        self.system = setting.systems(self.batch, self.batch.numel() * self.count)
+        self.sums = torch.cat([self.costs, self.costs.abs()], -3)
+        self.limits = self._array(limits)
+        self.eps = torch.finfo(loss.dtype).eps
+        self.tolerance = step.options.tolerance_in(loss.dtype)
+        # The price at which a budget matters as much as the loss.
+        largest = self._array(self.costs.abs().amax((-2, -1)))
+        most = loss.abs().amax((-2, -1)).reshape(-1, 1).numpy(force=True) + 1.0
+        self.natural = np.where(largest > 0, most / np.where(largest > 0, largest, 1.0), 1.0)
+
+    def _array(self, x: Tensor) -> Array:
+        return x.reshape(-1, self.count).numpy(force=True).astype(np.float64)
+
+    def tensor(self, x: Array) -> Tensor:
+        return torch.from_numpy(x).view((*self.batch, *x.shape[1:])).to(self.loss)
+
+    def weigh(self, y: Array) -> Tensor:
+        """Return G'y, `(*batch, S, A)`."""
+        return (self.costs * over(self.tensor(y), 2)).sum(-3)
+
+    def solve(self, start: Tensor, guess: Tensor) -> _Point:
+        """Find the multipliers; each element stops on its own."""
+        every = np.ones(self.batch.numel(), dtype=np.bool_)
+        found = self.climb(every * 1.0, start, self._array(guess), every)
+        failed = (found.status != Status.CONVERGED) & (found.status != Status.INFEASIBLE)
+        return found.merge(self.follow(start, failed), failed) if failed.any() else found
+
+    def follow(self, start: Tensor, going: Array) -> _Point:
+        """Solve the elements in `going` for a growing share of the loss, from 0 to 1."""
+        share, before = np.zeros(len(going)), np.zeros_like(self.limits)
+        last, ratio, tried = share - 1.0, share + 10.0, share + 1.0
+        found = now = self.climb(share, start, before, going)
+        going = going & (now.status == Status.CONVERGED)
+        for _ in range(_SHARES):
+            if not going.any():
+                break
+            slope = np.where(share > 0, tried - share, 0.0) / (share - last)
+            y = np.maximum(now.y + slope[:, None] * (now.y - before), 0.0)
+            trial = self.climb(tried, now.solution.q, y, going)
+            good = going & (trial.status == Status.CONVERGED)
+            before, last = np.where(good[:, None], now.y, before), np.where(good, share, last)
+            now, found = now.merge(trial, good), found.merge(trial, going)
+            share = np.where(good, tried, share)
+            raised = np.where(good, np.minimum(ratio * ratio, 10.0), np.sqrt(ratio))
+            ratio = np.where(share > 0, raised, ratio)
+            tried = np.where(share > 0, np.minimum(1.0, share * ratio), tried / 10)
+            going = going & (share < 1) & (tried >= _LEAST_SHARE) & (ratio >= _LEAST_RATIO)
+        return found
+
+    def at(self, share: Array, y: Array, start: Tensor) -> _Point:
+        """Solve the step for shares of the loss `(N,)` and the prices G'y."""
+        loss = self.loss if (share == 1.0).all() else over(self.tensor(share), 2) * self.loss
+        priced = (loss + self.weigh(y)).nan_to_num() if y.any() else loss
+        given = (self.setting.parameters, priced, self.setting.t, start, self.mdp)
+        found = self.step.solve_at(*given, check=False)
+        sums = (self.sums * found.q.unsqueeze(-3)).sum((-2, -1))
+        totals = sums.reshape(-1, 2 * self.count).numpy(force=True)
+        excess = totals[:, : self.count] - self.limits
+        size = totals[:, self.count :] + np.abs(self.limits)
+        marks = found.certificate.reshape(-1, 5).numpy(force=True)
+        proof = np.zeros_like(y)
+        return _Point(found, y, excess, size, marks[:, 1], marks[:, 0], marks[:, 4], proof)
+
+    def respond(self, q: Tensor) -> tuple[Tensor, Array]:
+        """Return Pi G', `(*batch, m, S, A)`, and G Pi G', `(N, m, m)`, at q."""
+        rows = self.costs.movedim(-3, 0)
+        response = self.system(q).solve(rows, torch.zeros_like(rows[..., 0]))[0].movedim(0, -3)
+        curvature = self.costs.flatten(-2) @ response.flatten(-2).mT
+        C = curvature.reshape(-1, self.count, self.count).numpy(force=True).astype(np.float64)
+        return response, np.where(np.isfinite(C), C, 0.0)
+
+    def climb(self, share: Array, start: Tensor, y: Array, running: Array) -> _Point:
+        """Newton's method on the multipliers, for shares of the loss."""
+        kept = now = self.at(share, y, start)
+        status, dual = np.full(len(y), float(Status.MAX_STEPS)), np.full(len(y), np.nan)
+        patience, best = np.full(len(y), 3), np.full(len(y), np.inf)
+        for _ in range(_STEPS):
+            violated = np.where(now.y > 0, np.abs(now.excess), np.maximum(now.excess, 0.0))
+            error = (violated / now.size).max(-1)
+            patience = np.where(error < 0.5 * best, 3, patience - 1)
+            best = np.fmin(best, error)
+            converged = now.status == Status.CONVERGED
+            lost = running & ~(converged & np.isfinite(error))
+            status[lost] = np.where(converged, float(Status.STALLED), now.status)[lost]
+            running = running & ~lost
+            # At the level of rounding errors, a step no longer improves.
+            final = (patience <= 0) | (error <= _NOISE * self.eps)
+            final = running & (error <= self.tolerance) & final
+            if (running & ~final).any() or now.y.any():
+                response, curvature = self.respond(now.solution.q)
+            if final.any():
+                left = self.error_of(now, response, curvature) if now.y.any() else 0.0
+                left = np.maximum(now.dual_residual, left)
+                better = final & ~(left >= dual)
+                dual, kept = np.where(better, left, dual), kept.merge(now, better)
+                good = (dual <= self.tolerance) | (share < 1)
+                # Some more steps are tried: rounding errors may be smaller there.
+                done = final & (good | (patience < -_RETRIES))
+                status[done] = np.where(good, float(Status.CONVERGED), float(Status.STALLED))[done]
+                running = running & ~done
+            if running.any():
+                impossible = self.refute(now, running)
+                status[impossible] = Status.INFEASIBLE
+                running = running & ~impossible
+            if not running.any():
+                break
+            most = _GROWTH * (now.y + self.natural)
+            step = _best_multipliers(curvature, now.excess, now.y, most, self.eps) - now.y
+            now = self.move(share, now, step, running, error)
+        now = now.merge(kept, ~np.isnan(dual))._replace(steps=now.steps)
+        certificate = now.solution.certificate.clone()
+        dual = np.where(np.isnan(dual), now.dual_residual, dual)
+        for column, x in ((0, status), (1, now.steps), (4, dual)):
+            certificate[..., column] = self.tensor(x)
+        return now._replace(solution=now.solution._replace(certificate=certificate), status=status)
+
+    def refute(self, now: _Point, running: Array) -> Array:
+        """Return whether y or the present violations prove that no policy meets the budgets.
+
+        The proof, with largest weight one, is written into `now.proof`.
+        """
+        found = np.zeros_like(running)
+        for weights in (now.y, np.maximum(now.excess, 0.0)):
+            largest = weights.max(-1, keepdims=True)
+            weights = weights / np.where(largest > 0, largest, 1.0)
+            allowed = (weights * self.limits).sum(-1)
+            # What a proof says of all policies must hold for this one.
+            maybe = (weights * now.excess).sum(-1) > self.tolerance * np.abs(allowed)
+            if not (maybe & running & ~found).any():
+                continue
+            cheapest = least_cost(self.setting.mdp, self.weigh(weights)).expand(self.batch)
+            least = cheapest.reshape(-1).numpy(force=True)
+            proved = least - allowed > self.tolerance * (np.abs(least) + np.abs(allowed))
+            proved = proved & running & ~found
+            now.proof[proved] = weights[proved]
+            found = found | proved
+        return found
+
+    def error_of(self, now: _Point, response: Tensor, curvature: Array) -> Array:
+        """Return the relative error of q that remains, since a budget is met only up to rounding.
+
+        It is the change of q that would remove the violation, or the rounding error of its sum.
+        Where budgets leave little room, q answers strongly.
+        """
+        positive, exists = now.y > 0, self.setting.mdp.actions
+        noise = np.fmax(np.abs(now.excess), 4 * self.eps * now.size)
+        noise = np.where(positive, np.copysign(noise, now.excess), 0.0)
+        C, scale = _scaled(curvature, curvature.diagonal(0, -2, -1), self.eps)
+        step = _solve_positive(C, noise * scale, positive) * scale
+        change = (response * over(self.tensor(step), 2)).sum(-3).abs()
+        change = change / torch.where(exists, raised(now.solution.q), torch.inf)
+        return change.amax((-2, -1)).reshape(-1).numpy(force=True)
+
+    def move(self, share: Array, now: _Point, step: Array, running: Array, error: Array) -> _Point:
+        """Take a step, shortened until the slope of D at its end is nearly positive."""
+        climb = (now.excess * step).sum(-1)
+        low, high = np.zeros_like(climb), np.full_like(climb, np.inf)
+        at_low, at_high, length = climb, climb, running * 1.0
+        steps, trial = now.steps, now
+        for _ in range(_SHORTENINGS):
+            y = np.maximum(now.y + length[:, None] * step, 0.0)
+            trial = self.at(share, y, now.solution.q)
+            steps = steps + np.where(running, trial.steps, 0.0)
+            slope = (trial.excess * step).sum(-1)
+            slope = np.where(trial.status == Status.CONVERGED, slope, -np.inf)
+            above = slope < 0
+            far = (error > self.tolerance) & (slope < -0.1 * climb)
+            # Slopes that are positive again after a bracket was found: go on towards the zero.
+            far = running & (far | ((high < np.inf) & (slope > 0.5 * climb)))
+            far = far & (high - low > 1e-14 * low)
+            if not far.any():
+                break
+            high, at_high = np.where(far & above, (length, slope), (high, at_high))
+            low, at_low = np.where(far & ~above, (length, slope), (low, at_low))
+            # Where the slope is zero if it is linear, but inside the bracket by a tenth.
+            with np.errstate(invalid="ignore", divide="ignore"):
+                ratio = np.clip(np.nan_to_num(at_low / (at_low - at_high), nan=0.1), 0.1, 0.9)
+                length = np.where(far, low + ratio * (high - low), length)
+        return now.merge(trial, running)._replace(steps=steps)
+
+
+def _best_multipliers(curvature: Array, excess: Array, y: Array, most: Array, eps: float) -> Array:
+    """Maximize ⟨excess, z - y⟩ - (z - y)' C (z - y) / 2 over z >= 0.
+
+    Block principal pivoting: guess which z are positive, solve for them, and exchange those that
+    violate a sign. If that cycles, only the last one is exchanged, which ends for certain.
+
+    Args:
+        curvature: C, `(N, m, m)`, symmetric and positive semidefinite.
+        most: `(N, m)`, positive. Where the curvature alone would ask for a larger step, it is
+            raised.
+    """
+    m = y.shape[-1]
+    C, scale = _scaled(curvature, np.abs(excess) / most, eps)
+    start = y / scale
+    target = excess * scale + (C @ start[..., None])[..., 0]  # C z = target where z > 0
+    positive = (start > 0) | (excess > 0)
+    fewest, tries, z = np.full(len(y), m + 1), np.full(len(y), 3), start
+    for _ in range(20 * m + 20):
+        z = _solve_positive(C, target, positive)
+        slope = target - (C @ z[..., None])[..., 0]
+        noise = 64 * eps * (np.abs(target) + (np.abs(C) @ np.abs(z)[..., None])[..., 0])
+        wrong = np.where(positive, z < 0, slope > noise)
+        count = wrong.sum(-1)
+        if not count.any():
+            break
+        tries = np.where(count < fewest, 3, tries - 1)
+        fewest = np.minimum(fewest, count)
+        last = wrong & (wrong[:, ::-1].cumsum(-1)[:, ::-1] == 1)
+        positive = positive ^ np.where(tries[:, None] > 0, wrong, last)
+    return np.maximum(z, 0.0) * scale
+
+
+def _scaled(C: Array, least: Array, eps: float) -> tuple[Array, Array]:
+    """Raise the diagonal of C to at least this, and scale it to one; return C and the scale.
+
+    So budgets in any unit are treated alike. The ridge makes budgets that say the same twice share
+    their multiplier.
+    """
+    diagonal, unit = C.diagonal(0, -2, -1), np.eye(C.shape[-1])
+    raised = np.maximum(np.maximum(diagonal, 0.0), least)
+    scale = np.where(raised > 0, raised, 1.0) ** -0.5
+    C = (C + unit * (raised - diagonal)[:, None]) * scale[:, :, None] * scale[:, None]
+    return C + 16 * len(unit) * eps * unit, scale
+
+
+def _solve_positive(C: Array, target: Array, positive: Array) -> Array:
+    """Solve C z = target for the entries that are positive, the others zero."""
+    both = positive[:, :, None] & positive[:, None]
+    matrix = torch.from_numpy(np.where(both, C, np.eye(C.shape[-1])))
+    right = torch.from_numpy(np.where(positive, target, 0.0)[..., None])
+    return torch.linalg.solve_ex(matrix, right).result.numpy()[..., 0]
+
+
+# -- Derivatives -----------------------------------------------------------------------------------
+#
+# A budget that holds with equality is one more linear constraint, beside the flow constraints. With
+# a_i = 1 for such budgets and 0 for the others, the solution satisfies
+#
+#     grad psi_t(q) + sum_i a_i y_i G_i - E'v = x,    E q = b,
+#     a_i (h_i - ⟨G_i, q⟩) + (1 - a_i) y_i = 0.
+#
+# This is `torch_occ.step.implicit.Stationarity` with the multipliers (v, y) in place of v. Its
+# derivatives need m more solutions of the factored system, and a matrix of size m (a bordered
+# system). They exist where no budget holds with equality and has the multiplier zero.
 
 
 @dataclass(frozen=True)
 class BudgetedSetting(Setting):
-    """A setting whose last tensors are G, h and a.
+    """A setting whose last tensors are G, h and a; with `engine`, kernels solve its systems."""
 
-    With `engine`, which must have the same weights, compiled kernels solve its linear systems.
-    """
-
-    engine: CompiledBudgets | None = None
+    engine: CompiledStep | None = None
     costs: Tensor = None  # type: ignore[assignment]  # (*batch, m, S, A), zero if not active
     limits: Tensor = None  # type: ignore[assignment]  # (*batch, m), zero if not active
     active: Tensor = None  # type: ignore[assignment]  # (*batch, m), 0 or 1
@@ -75,10 +376,6 @@ class BudgetedSetting(Setting):
         bound = super().bind(rest)
         assert isinstance(bound, BudgetedSetting)
         return replace(bound, costs=costs * over(active, 2), limits=limits * active, active=active)
-
-    def bind_without(self, tensors: Sequence[Tensor]) -> Setting:
-        """Return the same without budgets."""
-        return Setting(self.mdp, self.evaluator, self.probabilities).bind(tensors[:-3])
 
     def _split(self, v: Tensor) -> tuple[Tensor, Tensor]:
         m = self.active.shape[-1]
@@ -97,9 +394,15 @@ class BudgetedSetting(Setting):
     def source(self) -> Tensor:
         return join([super().source, -self.limits], 1)
 
+    def systems(self, batch: torch.Size, elements: int) -> Callable[[Tensor], Factorization]:
+        """Return the function from q to the factored system without budgets."""
+        if self.engine is not None:
+            return self.engine.systems(self.t, self.parameters)
+        factorize = super().factorize
+        return lambda q: factorize(keep("pair", self.mdp, raised(q), 0.0), batch, elements)
+
     def factorize(self, q: Tensor, batch: torch.Size, elements: int) -> Factorization:
-        inner = self.engine.factorize(q) if self.engine else super().factorize(q, batch, elements)
-        return Bordered(inner, self.costs, self.active)
+        return Bordered(self.systems(batch, elements)(q), self.costs, self.active)
 
 
 class Bordered:
@@ -135,403 +438,48 @@ class Bordered:
 class BudgetedStationarity(Stationarity):
     """The equations above; tensors `(x, start, *setting, G, h, guess of y)`."""
 
-    interior: Tensor
-    #: reports failures, from the solution, costs, limits and certificates of infeasibility
-    tell: Callable[[Solution, Tensor, Tensor, Tensor], None]
+    step: FTRLStep
 
     def solve(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        x, start, *rest = tensors
-        setting = self.setting
+        x, start, *rest, guess = tensors
+        setting = self.setting.bind((*rest, torch.ones_like(rest[-1])))
         assert isinstance(setting, BudgetedSetting)
-        bound, (costs, limits, guess) = setting.bind_without(rest), rest[-3:]
-        bound.validate(x, start)
+        setting.validate(x, start)
+        costs, limits = setting.costs, setting.limits
         shapes = (x.shape[:-2], start.shape[:-2], costs.shape[:-3], limits.shape[:-1])
-        batch = bound.batch_shape(*shapes, guess.shape[:-1])
-        m = limits.shape[-1]
-        given = (
-            -x.expand(*batch, *x.shape[-2:]),
-            costs.expand(*batch, m, *x.shape[-2:]),
-            limits.expand(*batch, m),
-            start.expand(*batch, *x.shape[-2:]),
-            guess.expand(*batch, m),
+        batch = setting.batch_shape(*shapes, guess.shape[:-1])
+        loss, start, costs = (
+            y.expand(*batch, *y.shape[y.dim() - dims :])
+            for y, dims in ((-x, 2), (start, 2), (costs, 3))
         )
-        if setting.engine:
-            found = setting.engine.search(*given)
-        else:
-            without = self._without(bound, batch)
-            tolerance = self.options.tolerance_in(x.dtype)
-            found = find_multipliers(bound.mdp, without, *given, tolerance)
-        q, value, certificate = found.solution[:3]
-        self.tell(found.solution, *given[1:3], found.certificate)
-        return q, torch.cat([value, found.multipliers], -1), certificate
+        limits, guess = (y.expand(*batch, y.shape[-1]) for y in (limits, guess))
+        search = _MultiplierSearch(self.step, setting, loss, costs, limits)
+        found = search.solve(start, guess)
+        solution, proof = found.solution, search.tensor(found.proof)
+        infeasible = (solution.status == Status.INFEASIBLE).nonzero()
+        if self.check and len(infeasible):
+            element = tuple(infeasible[0].tolist())
+            least = least_cost(setting.mdp, search.weigh(found.proof)).expand(batch)[element]
+            allowed = (proof * limits).sum(-1)[element]
+            raise InfeasibleError(solution, element, proof[element], float(least), float(allowed))
+        report(bool(self.check), solution)
+        return solution.q, torch.cat([solution.value, search.tensor(found.y)], -1), *solution[2:3]
 
-    def _without(self, bound: Setting, batch: torch.Size) -> Without:
-        """Return the step without budgets in torch; failed elements start again in the middle."""
-        flow, derive = flow_of(bound.mdp, batch.numel()), bound.deriver(batch)
-
-        def solve(loss: Tensor, start: Tensor) -> Solution:
-            found = newton(flow, derive, loss, start, self.options)
-            if not bool(found.converged.all()):
-                again = newton(flow, derive, loss, self.interior, self.options)
-                found = found.merge(again, again.converged & ~found.converged)
-            return found
-
-        def respond(solution: Solution, x: Tensor) -> Tensor:
-            system = bound.factorize(solution.q, batch, x.shape[:-2].numel())
-            return system.solve(x, torch.zeros_like(x[..., 0]))[0]
-
-        return Without(solve, respond)
-
-    def point(
-        self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]
-    ) -> tuple[Tensor, Sequence[Tensor]]:
+    def point(self, tensors: Tensors, outputs: Tensors) -> tuple[Tensor, Tensors]:
         return outputs[0], (*tensors[2:-1], self._active(outputs, tensors[-1]))
 
-    def operator(
-        self, outputs: Sequence[Tensor], arguments: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def operator(self, outputs: Tensors, arguments: Tensors) -> tuple[Tensor, Tensor]:
         active = self._active(outputs, arguments[-1])
         return super().operator(outputs, (*arguments[:-1], active))
 
     @staticmethod
-    def _active(outputs: Sequence[Tensor], guess: Tensor) -> Tensor:
+    def _active(outputs: Tensors, guess: Tensor) -> Tensor:
         return (outputs[1][..., -guess.shape[-1] :].detach() > 0).to(outputs[0].dtype)
-
-
-# -- The multipliers of budgets, by Newton's method on the dual problem ----------------------------
-#
-# For multipliers y >= 0, the budgets act on the step as an additional loss G'y. Let q(y) be the
-# solution of the step without budgets for the loss L + G'y. The multipliers maximize
-#
-#     D(y) = min over q in Omega of ⟨q, L + G'y⟩ + psi_t(q) - ⟨y, h⟩,
-#
-# which is concave, with the derivatives
-#
-#     grad D = G q(y) - h,        hess D = - G Pi G',
-#
-# where -Pi is the derivative of q with respect to the loss (torch_occ.step.linearization). So one
-# step on m multipliers needs q(y) and m solutions of a linear system that is factored once. Nothing
-# else is added to the step.
-#
-# **Step.** The multipliers of the quadratic model that are best among y >= 0, by pivoting. Where
-# q(y) hardly responds, the model would ask for huge steps; no multiplier grows more than tenfold.
-# **Step length.** D is concave, so its slope along a step decreases. If the slope at the end is
-# negative, the zero of the slope is bracketed and approached. No function values are compared.
-# **Large losses.** If the loss is large compared with psi, q(y) changes abruptly, and Newton's
-# method may fail. Then the budgets are met for the loss zero first, and for a growing share of the
-# loss after that. The multipliers are nearly linear in this share, so each solution predicts the
-# next. **Infeasible budgets.** If no policy meets them, D is unbounded. Some y >= 0 then has min
-# over q of ⟨G'y, q⟩ > ⟨y, h⟩, which proves it. Every iterate is tried as such a y.
-
-
-#: Violations below this multiple of the rounding error are not reduced further.
-_NOISE = 8.0
-
-
-class Without(NamedTuple):
-    """The step without budgets, for plain tensors with the full batch shape."""
-
-    #: (loss `(*batch, S, A)`, start) -> solution, with a status per element
-    solve: Callable[[Tensor, Tensor], Solution]
-    #: (solution, x `(m, *batch, S, A)`) -> Pi x at the solution
-    respond: Callable[[Solution, Tensor], Tensor]
-
-
-class BudgetSearch(NamedTuple):
-    """The solution with budgets."""
-
-    solution: Solution  # of the loss with the price of the budgets, with the status of the search
-    multipliers: Tensor  # (*batch, m)
-    certificate: Tensor  # (*batch, m), weights that prove that the budgets are infeasible
-
-    def merge(self, other: BudgetSearch, element: tuple[int, ...]) -> BudgetSearch:
-        """Return `other` at one element, this one elsewhere."""
-        where = torch.zeros(self.solution.status.shape, dtype=torch.bool)
-        where[element] = True
-        where = where.to(self.multipliers.device)
-        return BudgetSearch(
-            self.solution.merge(other.solution, where),
-            torch.where(over(where, 1), other.multipliers, self.multipliers),
-            torch.where(over(where, 1), other.certificate, self.certificate),
-        )
-
-
-def find_multipliers(
-    mdp: LayeredMDP,
-    without: Without,
-    loss: Tensor,
-    costs: Tensor,
-    limits: Tensor,
-    start: Tensor,
-    guess: Tensor,
-    tolerance: float,
-) -> BudgetSearch:
-    """Solve the step with budgets for a batch; each element stops on its own.
-
-    Args:
-        loss: `(*batch, S, A)`, with the full batch shape.
-        costs: `(*batch, m, S, A)`, zero on masked pairs.
-        limits: `(*batch, m)`.
-        start: where the step without budgets starts, `(*batch, S, A)`.
-        guess: multipliers to start from, `(*batch, m)`, at least zero.
-        tolerance: the largest violation that counts as solved, relative to the terms of the sum
-            ⟨G_i, q⟩ - h_i.
-    """
-    search = _Search(mdp, without, loss, costs, limits, tolerance)
-    found = search.climb(1.0, start, guess)
-    failed = (found.solution.status != Status.CONVERGED) & (
-        found.solution.status != Status.INFEASIBLE
-    )
-    for index in failed.nonzero().tolist():
-        # Each element has its own share of the loss. Few fail, so they are solved one by one.
-        element = tuple(index)
-        again = search.alone(element).follow(start)
-        found = found.merge(again, element)
-    return found
-
-
-class _Search(NamedTuple):
-    """The problem of `find_multipliers`; `only` marks the elements that are solved."""
-
-    mdp: LayeredMDP
-    without: Without
-    loss: Tensor
-    costs: Tensor
-    limits: Tensor
-    tolerance: float
-    only: Tensor | None = None
-
-    def alone(self, element: tuple[int, ...]) -> _Search:
-        """Return the same search, in which the other elements stay where they are."""
-        only = torch.zeros(self.loss.shape[:-2], dtype=torch.bool, device=self.loss.device)
-        only[element] = True
-        return self._replace(only=only)
-
-    def solve(self, share: float, y: Tensor, q: Tensor) -> tuple[Solution, Tensor]:
-        """Return the solution for a share of the loss and the prices G'y, and G q - h."""
-        priced = share * self.loss + (self.costs * over(y, 2)).sum(-3)
-        found = self.without.solve(priced, q)
-        return found, (self.costs * found.q.unsqueeze(-3)).sum((-2, -1)) - self.limits
-
-    def follow(self, start: Tensor) -> BudgetSearch:
-        """Solve for a growing share of the loss, from 0 to 1."""
-        assert self.only is not None
-        share, ratio, tried = 0.0, 10.0, 1.0
-        before, share_before = torch.zeros_like(self.limits), -1.0
-        now = self.climb(0.0, start, before)
-        if int(now.solution.status[self.only]) != Status.CONVERGED:
-            return now
-        trial = now
-        for _ in range(SHARES):
-            slope = (now.multipliers - before) / (share - share_before) if share > 0 else 0.0
-            y = (now.multipliers + (tried - share) * slope).clamp(min=0)
-            trial = self.climb(tried, now.solution.q, y)
-            if int(trial.solution.status[self.only]) == Status.CONVERGED:
-                before, share_before = now.multipliers, share
-                now, share = trial, tried
-                if share == 1.0:
-                    break
-                ratio = min(ratio * ratio, 10.0)
-                tried = min(1.0, share * ratio)
-            elif share == 0.0:
-                tried /= 10.0
-            else:
-                ratio = ratio**0.5
-                tried = min(1.0, share * ratio)
-            if tried < LEAST_SHARE or ratio < LEAST_RATIO:
-                break
-        return trial
-
-    def climb(self, share: float, start: Tensor, guess: Tensor) -> BudgetSearch:
-        """Newton's method on the multipliers, for a share of the loss."""
-        loss, costs, limits, tolerance = self.loss, self.costs, self.limits, self.tolerance
-        rows = costs.movedim(-3, 0)  # (m, *batch, S, A)
-        y, eps = guess, torch.finfo(loss.dtype).eps
-        now, excess = self.solve(share, y, start)
-        steps = now.certificate[..., 1].clone()
-        status = torch.full(y.shape[:-1], Status.MAX_STEPS, device=y.device)
-        running = torch.ones_like(status, dtype=torch.bool) if self.only is None else self.only
-        certificate = torch.zeros_like(y)
-        patience, best = torch.full_like(status, 3), torch.full_like(loss[..., 0, 0], torch.inf)
-        # The price at which a budget matters as much as the loss.
-        natural = (loss.abs().amax((-2, -1)) + 1.0).unsqueeze(-1) / costs.abs().amax((-2, -1))
-        natural = torch.where(natural.isfinite(), natural, 1.0)
-        for _ in range(STEPS):
-            size = (costs.abs() * now.q.unsqueeze(-3)).sum((-2, -1)) + limits.abs()
-            error = (torch.where(y > 0, excess.abs(), excess.clamp(min=0)) / size).amax(-1)
-            # At the level of rounding errors, a step no longer improves. Two more are tried.
-            patience = torch.where(error < 0.5 * best, 3, patience - 1)
-            best = torch.minimum(best, error)
-            solved = now.converged & (error <= tolerance)
-            done = running & solved & ((error <= _NOISE * eps) | (patience <= 0))
-            status = torch.where(done, Status.CONVERGED, status)
-            lost = running & ~done & ~(error.isfinite() & now.converged)
-            status = torch.where(
-                lost, torch.where(now.converged, Status.STALLED, now.status), status
-            )
-            running = running & ~done & ~lost
-            if bool(running.any()):
-                impossible = running & _is_infeasible(
-                    self.mdp, costs, limits, y, excess, certificate, tolerance
-                )
-                status = torch.where(impossible, Status.INFEASIBLE, status)
-                running = running & ~impossible
-            if not bool(running.any()):
-                break
-            response = self.without.respond(now, rows).movedim(0, -3)  # (*batch, m, S, A)
-            curvature = costs.flatten(-2) @ response.flatten(-2).mT
-            step = _best_multipliers(curvature, excess, y, GROWTH * (y + natural)) - y
-            y, now, excess = self._move(share, y, step, now, excess, running, error, steps)
-        dual = torch.maximum(now.dual_residual, self._error_of_q(now, y, excess))
-        status = torch.where(
-            (status == Status.CONVERGED) & ~(dual <= tolerance), Status.STALLED, status
-        )
-        numbers = (status.to(loss), steps, *now.certificate[..., 2:4].unbind(-1), dual)
-        return BudgetSearch(now._replace(certificate=torch.stack(numbers, -1)), y, certificate)
-
-    def _error_of_q(self, now: Solution, y: Tensor, excess: Tensor) -> Tensor:
-        """Return the relative error of q that remains, since a budget is met only up to rounding.
-
-        It is the change of q that would remove the violation, or the rounding error of its sum.
-        Where budgets leave little room, q answers strongly.
-        """
-        costs, q, eps = self.costs, now.q, torch.finfo(y.dtype).eps
-        response = self.without.respond(now, costs.movedim(-3, 0)).movedim(0, -3)
-        size = (costs.abs() * q.unsqueeze(-3)).sum((-2, -1)) + self.limits.abs()
-        noise = torch.maximum(excess.abs(), 4 * eps * size).copysign(excess)
-        curvature = (costs.flatten(-2) @ response.flatten(-2).mT).nan_to_num(0.0)
-        diagonal = curvature.diagonal(dim1=-2, dim2=-1)
-        scale = torch.where((y > 0) & (diagonal > 0), diagonal.clamp(min=0).rsqrt(), 0.0)
-        matrix = curvature * scale.unsqueeze(-1) * scale.unsqueeze(-2)
-        inverse = torch.linalg.pinv(matrix, hermitian=True, rtol=16 * y.shape[-1] * eps)
-        step = (inverse @ (noise * scale).unsqueeze(-1)).squeeze(-1) * scale
-        change = (response * over(step, 2)).sum(-3).abs() / torch.where(q > 0, q, torch.inf)
-        return change.amax((-2, -1))
-
-    def _move(
-        self,
-        share: float,
-        y: Tensor,
-        step: Tensor,
-        now: Solution,
-        excess: Tensor,
-        running: Tensor,
-        error: Tensor,
-        steps: Tensor,
-    ) -> tuple[Tensor, Solution, Tensor]:
-        """Take a step, shortened until the slope of D at its end is nearly positive."""
-        climb = (excess * step).sum(-1)
-        low, high = torch.zeros_like(climb), torch.full_like(climb, torch.inf)
-        at_low, at_high = climb, climb
-        length = torch.where(running, 1.0, 0.0).to(y.dtype)
-        trial, after = now, excess
-        for _ in range(SHORTENINGS):
-            trial, after = self.solve(share, y + over(length, 1) * step, now.q)
-            steps += torch.where(running, trial.certificate[..., 1], 0.0)
-            slope = torch.where(trial.converged, (after * step).sum(-1), -torch.inf)
-            above = slope < 0
-            far = running & (error > self.tolerance) & (slope < -0.1 * climb)
-            # Slopes that are positive again after a bracket was found: go on towards the zero.
-            far = far | (running & (high < torch.inf) & (slope > 0.5 * climb))
-            far = far & (high - low > 1e-14 * low)
-            if not bool(far.any()):
-                break
-            high = torch.where(far & above, length, high)
-            at_high = torch.where(far & above, slope, at_high)
-            low = torch.where(far & ~above, length, low)
-            at_low = torch.where(far & ~above, slope, at_low)
-            # Where the slope is zero if it is linear, but inside the bracket by a tenth.
-            ratio = (at_low / (at_low - at_high)).nan_to_num(0.1).clamp(0.1, 0.9)
-            length = torch.where(far, low + ratio * (high - low), length)
-        moved = over(running, 1)
-        return (
-            torch.where(moved, (y + over(length, 1) * step).clamp(min=0), y),
-            now.merge(trial, running),
-            torch.where(moved, after, excess),
-        )
-
-
-def _is_infeasible(
-    mdp: LayeredMDP,
-    costs: Tensor,
-    limits: Tensor,
-    y: Tensor,
-    excess: Tensor,
-    certificate: Tensor,
-    tolerance: float,
-) -> Tensor:
-    """Return whether y or the present violations prove that no policy meets the budgets.
-
-    The proof, with largest weight one, is written into `certificate`.
-    """
-    found = torch.zeros(y.shape[:-1], dtype=torch.bool, device=y.device)
-    for weights in (y, excess.clamp(min=0)):
-        largest = weights.amax(-1, keepdim=True)
-        weights = weights / torch.where(largest > 0, largest, 1.0)
-        weighted = (costs * over(weights, 2)).sum(-3)
-        least, allowed = least_cost(mdp, weighted), (weights * limits).sum(-1)
-        proved = least - allowed > tolerance * (least.abs() + allowed.abs())
-        certificate[proved & ~found] = weights[proved & ~found]
-        found = found | proved
-    return found
-
-
-def _best_multipliers(curvature: Tensor, excess: Tensor, y: Tensor, most: Tensor) -> Tensor:
-    """Maximize ⟨excess, z - y⟩ - (z - y)' C (z - y) / 2 over z >= 0.
-
-    Block principal pivoting: guess which z are positive, solve for them, and exchange those that
-    violate a sign. If that cycles, only the last one is exchanged, which ends for certain.
-
-    Args:
-        curvature: C, `(*batch, m, m)`, symmetric and positive semidefinite.
-        excess: `(*batch, m)`.
-        y: `(*batch, m)`, at least zero.
-        most: `(*batch, m)`, positive. Where the curvature alone would ask for a larger step, it is
-            raised.
-    """
-    m = y.shape[-1]
-    curvature = curvature.nan_to_num(0.0)
-    diagonal = curvature.diagonal(dim1=-2, dim2=-1).clamp(min=0)
-    raised = torch.maximum(diagonal, excess.abs() / most)
-    curvature = curvature + torch.diag_embed(raised - diagonal)
-    diagonal = raised
-    # Scale to a unit diagonal, so that budgets in any unit are treated alike. The ridge makes
-    # budgets that say the same twice share their multiplier.
-    scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt()
-    eps = torch.finfo(y.dtype).eps
-    unit = torch.eye(m, dtype=y.dtype, device=y.device)
-    C = curvature * scale.unsqueeze(-1) * scale.unsqueeze(-2) + 16 * m * eps * unit
-    start = y / scale
-    target = excess * scale + (C @ start.unsqueeze(-1)).squeeze(-1)  # C z = target where z > 0
-    positive = (start > 0) | (excess > 0)
-    fewest = torch.full(y.shape[:-1], m + 1, device=y.device)
-    tries = torch.full_like(fewest, 3)
-    z = start
-    for _ in range(20 * m + 20):
-        both = positive.unsqueeze(-1) & positive.unsqueeze(-2)
-        matrix = torch.where(both, C, unit)
-        right = torch.where(positive, target, 0.0)
-        z = torch.linalg.solve_ex(matrix, right.unsqueeze(-1)).result.squeeze(-1)
-        slope = target - (C @ z.unsqueeze(-1)).squeeze(-1)
-        noise = 64 * eps * (target.abs() + (C.abs() @ z.abs().unsqueeze(-1)).squeeze(-1))
-        wrong = (positive & (z < 0)) | (~positive & (slope > noise))
-        count = wrong.sum(-1)
-        if not bool(count.any()):
-            break
-        better = count < fewest
-        tries = torch.where(better, 3, tries - 1)
-        fewest = torch.where(better, count, fewest)
-        last = wrong & (wrong.flip(-1).cumsum(-1).flip(-1) == 1)
-        positive = positive ^ torch.where(over(tries > 0, 1), wrong, last)
-    return z.clamp(min=0) * scale
-
-
-# -- The step with budgets, from the arguments of `FTRLStep.solve` to a solution -------------------
 
 
 def solve_with_budgets(
     step: FTRLStep,
-    compiled: CompiledStep | None,
+    engine: CompiledStep | None,
     given: tuple[Setting, Tensor, int],
     x: Tensor,
     budgets: Budgets,
@@ -541,7 +489,7 @@ def solve_with_budgets(
     """Solve the step with budgets.
 
     Args:
-        compiled: the compiled step, or None to use torch.
+        engine: the compiled step, or None to solve linear systems in torch.
         given: the setting with its tensors, where to start, and the number of batch dimensions.
         x: minus the cumulative loss, `(*batch, S, A)`.
         multipliers: where to start those of the budgets, `(*batch, m)`; by default zero.
@@ -564,45 +512,10 @@ def solve_with_budgets(
     rank = max(rank, costs.dim() - 3, limits.dim() - 1, guess.dim() - 1)
     tensors = setting.align(rank, x, start)
     tensors += [with_rank(costs, rank, 3), with_rank(limits, rank, 1), with_rank(guess, rank, 1)]
-    engine = None
-    if compiled is not None:
-        engine = later("step.compiled").CompiledBudgets(compiled, setting.t.detach(), step.interior)
-    equation = BudgetedStationarity(
-        BudgetedSetting(mdp, setting.evaluator, setting.probabilities, engine=engine),
-        step.options,
-        check,
-        step.interior,
-        partial(_tell, check, mdp),
-    )
+    budgeted = BudgetedSetting(mdp, setting.evaluator, setting.probabilities, engine=engine)
+    equation = BudgetedStationarity(budgeted, step.options, check, step)
     q, value, certificate = ImplicitSolution.apply(equation, *tensors)
     m = len(budgets)
     slack = limits - (costs * q.unsqueeze(-3)).sum((-2, -1))
     name = "torch" if engine is None else "engine"
     return Solution(q, value[..., :-m], certificate, name, value[..., -m:], slack)
-
-
-def _tell(
-    check: bool,
-    mdp: LayeredMDP,
-    solution: Solution,
-    costs: Tensor,
-    limits: Tensor,
-    certificate: Tensor,
-) -> None:
-    """Report failed elements if `check` is set; infeasible ones first, with their certificate."""
-    if not check:
-        return
-    infeasible = (solution.status == Status.INFEASIBLE).nonzero()
-    if len(infeasible):
-        element = tuple(infeasible[0].tolist())
-        weights = certificate[element]
-        weighted = (costs[element] * over(weights, 2)).sum(-3)
-        model = mdp.with_probabilities(
-            *(
-                p.expand(*solution.status.shape, *p.shape[p.dim() - dims :])[element]
-                for p, dims in zip(mdp.probabilities, event_dims_of(mdp), strict=True)
-            )
-        )
-        least, allowed = least_cost(model, weighted), (weights * limits[element]).sum()
-        raise InfeasibleError(solution, element, weights, float(least), float(allowed))
-    report(check, solution)

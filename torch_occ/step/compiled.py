@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -18,16 +18,12 @@ from torch_occ._support import private
 from torch_occ._support.constants import DEAD
 from torch_occ._support.processes import for_each
 from torch_occ.engine import batch as kernels
-from torch_occ.engine.budgets import Budget, find_multipliers, make_budget_room
 from torch_occ.engine.lanes import allocator, width_of
 from torch_occ.engine.layout import (
-    PAIR,
     Bools,
     Floats,
     Model,
     Rows,
-    Terms,
-    V,
     Work,
     lanes_in,
     make_work,
@@ -41,7 +37,6 @@ from torch_occ.regularizers.derivatives import Evaluator
 from torch_occ.regularizers.terms import Factor
 from torch_occ.step import arrays
 from torch_occ.step.arrays import MDPArrays, number, plain, rows, tabulate
-from torch_occ.step.budgets import BudgetSearch
 from torch_occ.step.entropic import poison, push_forward
 from torch_occ.step.implicit import Setting, Stationarity, solve_setting
 from torch_occ.step.solution import (
@@ -525,6 +520,15 @@ class CompiledStep:
 
         for_each(share, threads)
 
+    def systems(self, t: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tensor], Any]:
+        """Return the function from q `(*batch, S, A)` to its linear system; plain tensors."""
+        values = [number(x) for x in (t, *parameters)]
+        if type(values[0]) is not float:
+            values[0] = values[0][..., None, None]
+        world = self.world_of(None)
+        assert world is not None
+        return partial(CompiledSystem, self, world, self.weigh(values))
+
     # -- on the torch path -------------------------------------------------------------------------
 
     def replay(
@@ -547,6 +551,22 @@ class CompiledStep:
         differentiated = len(inputs) > count
         mdp = mdp.with_probabilities(*inputs[count:]) if differentiated else mdp
         return Setting(mdp, self.evaluator, differentiated, t, tuple(parameters))
+
+
+class CompiledSystem(NamedTuple):
+    """A `torch_occ.step.system.Factorization` in compiled kernels."""
+
+    step: CompiledStep
+    world: MDPArrays
+    numbers: list[Any]  # weights and exponents of the terms
+    q: Tensor  # (*batch, S, A)
+
+    def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Solve H u - E'w = x, E u = r, for x `(*more, *batch, S, A)`."""
+        step, whole = self.step, x.shape[:-2]
+        table = tabulate(self.numbers, whole, step.pairs)
+        given = (rows(self.q.expand_as(x), whole, 2), rows(-x, whole, 2), rows(r, whole, 1))
+        return step.tensors(whole, *step.linear(self.world, whole, table, *given)[:2])
 
 
 def _memory(
@@ -611,80 +631,3 @@ def _flat(part: Tensor, batch: torch.Size, dims: int) -> NDArray[Any]:
     event = part.shape[part.dim() - dims :]
     part = part.detach() if part.numel() == event.numel() else part.detach().expand(*batch, *event)
     return part.reshape(-1, event.numel()).contiguous().numpy()
-
-
-# -- The search for the multipliers of budgets, and the linear system of its derivatives -----------
-
-
-class CompiledBudgets:
-    """The compiled step at an episode t; weights and exponents are those of now.
-
-    Args:
-        t: plain, `(*batch,)` or fewer dimensions.
-        interior: where failed elements start again.
-    """
-
-    def __init__(self, step: CompiledStep, t: Tensor, interior: Tensor) -> None:
-        self.step, self.interior = step, interior
-        values = [number(x) for x in step.read(t)]
-        if type(values[0]) is not float:
-            values[0] = values[0][..., None, None]
-        self.numbers, world = step.weigh(values), step.world_of(None)
-        assert world is not None
-        self.world = world
-
-    def search(
-        self, loss: Tensor, costs: Tensor, limits: Tensor, start: Tensor, guess: Tensor
-    ) -> BudgetSearch:
-        """`torch_occ.step.budgets.find_multipliers` in kernels, ten times as fast."""
-        step, model, batch = self.step, self.world.model, loss.shape[:-2]
-        count, pairs, m = batch.numel(), loss.shape[-2:].numel(), limits.shape[-1]
-        table = tabulate(self.numbers, batch, step.pairs)
-        given = [rows(x, batch, 2).reshape(-1, pairs) for x in (loss, start)]
-        prices = rows(costs.flatten(-2), batch, 2).reshape(-1, m, pairs)
-        allowed = rows(limits, batch, 1).reshape(-1, m)
-        q, v = np.empty((count, pairs)), np.empty((count, step.shape[0]))
-        y = np.array(guess.reshape(-1, m).numpy(), copy=True)
-        proof, certificate = np.zeros((count, m)), np.empty((count, 5))
-        nothing, middle = np.zeros(0), self.interior.numpy().flatten()
-
-        def own(x: Floats, n: int) -> Floats:
-            return x[min(n, len(x) - 1)]
-
-        def solve(n: int) -> None:
-            work, terms = make_work(model), Terms(*step.kinds, own(table[1], n))
-            work.pairs[PAIR] = own(given[1], n)
-            budget = Budget(
-                *(own(given[0], n), own(prices, n), own(allowed, n), y[n], proof[n]),
-                *(middle, nothing, step.tolerance, step.options.max_steps),
-            )
-            certificate[n] = find_multipliers(
-                model, terms, own(table[0], n), budget, make_budget_room(pairs, m), work
-            )
-            q[n], v[n] = work.pairs[PAIR], work.states[V]
-
-        for_each(solve, count)
-        shapes = (loss.shape, loss.shape[:-1], (*batch, 5), (*batch, m), (*batch, m))
-        found = zip((q, v, certificate, y, proof), shapes, strict=True)
-        at, value, marks, *rest = (torch.from_numpy(x.reshape(shape)) for x, shape in found)
-        return BudgetSearch(Solution(at, value, marks, "engine"), *rest)
-
-    def factorize(self, q: Tensor) -> CompiledSystem:
-        """The linear system at q, `(*batch, S, A)`."""
-        return CompiledSystem(self, q)
-
-
-class CompiledSystem:
-    """A `torch_occ.step.system.Factorization` in compiled kernels."""
-
-    def __init__(self, budgets: CompiledBudgets, q: Tensor) -> None:
-        self.budgets, self.q = budgets, q
-
-    def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Solve H u - E'w = x, E u = r, for x `(*more, *batch, S, A)`."""
-        step, whole = self.budgets.step, x.shape[:-2]
-        table = tabulate(self.budgets.numbers, whole, step.pairs)
-        at = rows(self.q.expand_as(x), whole, 2)
-        given = (at, rows(-x, whole, 2), rows(r, whole, 1))
-        u, w, _ = step.linear(self.budgets.world, whole, table, *given)
-        return torch.from_numpy(u.reshape(x.shape)), torch.from_numpy(w.reshape(r.shape))

@@ -178,7 +178,8 @@ def unfold(
 ) -> Unfolded:
     """Run soft value iteration backward and the policy forward, in differentiable operations.
 
-    `centred` as in `plan_softly`; the value lacks what is subtracted.
+    `centred` as in `plan_softly`, but with the likeliest state of a layer: values of dead states
+    may be huge. The value lacks what is subtracted.
     """
     losses, masks, guesses = mdp.split(loss, -2), mdp.split(mdp.actions, -2), mdp.split(guess, -1)
     weight, price = entropy
@@ -192,7 +193,10 @@ def unfold(
         soft = scores.logsumexp(-1)
         policies.insert(0, scores - soft.unsqueeze(-1))
         value = price * (1 + guesses[k]) + least - weight * soft
-        values.insert(0, value - value.detach()[..., :1] if centred else value)
+        if centred:
+            likeliest = guesses[k].detach().argmax(-1, keepdim=True)
+            value = value - value.detach().take_along_dim(likeliest, -1)
+        values.insert(0, value)
     logs = [mdp.initial.log()]
     for layer, policy in zip(mdp.layers[:-1], policies[:-1], strict=True):
         logs.append(layer.arrive_logs(logs[-1].unsqueeze(-1) + policy))

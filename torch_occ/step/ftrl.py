@@ -215,8 +215,7 @@ class FTRLStep(Frozen):
                 empty = ((warm_start == 0) & self.mdp.actions).any(-1).any(-1)
                 warm_start = torch.where(over(empty, 2), self.interior, warm_start)
             prepared = self._prepare(cumulative_loss, t, warm_start, mdp, None)
-            single = mdp is None and not prepared[0].probabilities and not self.mdp.batch_shape
-            engine = self._compiled if single and not inside_transform() else None
+            engine = self._compiled if mdp is None and not prepared[0].probabilities else None
             return solve_with_budgets(
                 self, engine, prepared, -cumulative_loss, budgets, multipliers, check
             )

@@ -385,9 +385,10 @@ def _descend(
         q = torch.where(over(moved, 2), retract(q + dq), q)
         psi = derive(q)
         uphill, unit = slope(psi, left_out), keep("pair", mdp, psi.unit(q), torch.inf).abs()
-    rounding = (shaped.rounding / unit).amax((-2, -1))
+    lost = (shaped.rounding + eps * keep("pair", mdp, psi.gradient.abs(), 0.0)) / unit
+    rounding = lost.amax((-2, -1))
     if bool((rounding > tolerance * _COARSE).any()):
-        rounding = (_others(mdp, psi.hessian.curvature) * shaped.rounding / unit).amax((-2, -1))
+        rounding = (_others(mdp, psi.hessian.curvature) * lost).amax((-2, -1))
     dual_residual = torch.where(rounding > tolerance * _COARSE, residual + rounding, residual)
     flow_error = (flow_residual(mdp, q) / q.sum(-1)).abs().amax(-1)
     # An infinite curvature would make every residual zero.
