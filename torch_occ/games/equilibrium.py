@@ -96,11 +96,7 @@ class QuantalResponse(nn.Module):
         """Solve for a positive tau; `game` is the same game with other payoffs.
 
         Two more Newton steps with a constant Jacobian, in differentiable operations, leave the
-        value and give the first two derivatives.
-
-        Raises:
-            ValueError: if tau is not a positive number.
-            ArithmeticError: if Newton's method does not converge.
+        value and give two derivatives. An ArithmeticError says that there is no certificate.
         """
         game, tau = self.game if game is None else game, torch.as_tensor(tau).double()
         if not (tau.dim() == 0 and 0 < tau.item() < np.inf):
@@ -112,9 +108,7 @@ class QuantalResponse(nn.Module):
             factors, step = self._linearize(plain, C, g, level)
             moved = self._moved(g, g + step[: len(g)])
         if not moved <= self.tolerance:
-            raise ArithmeticError(
-                f"equilibrium: policies are known to {moved:.1e}, at tau = {level}"
-            )
+            raise ArithmeticError(f"tau: at {level}, policies are known to {moved:.1e} only")
         z = torch.cat([g, step[len(g) :]])
         for _ in range(2):
             z = z - _Solve.apply(factors, self._residual(game, z, tau), "N")
@@ -202,10 +196,8 @@ class QuantalResponse(nn.Module):
             S = sparse.csr_matrix((self._log_policy(g).exp().numpy(), own), self.E.shape)
             H, F = sparse.diags(tau * self._rates().detach().numpy()) @ self.D, S @ self.D
         else:
-            blocks = []
-            for step, mask, table in zip(
-                self.steps, self.masks, self._tables(g.exp()), strict=True
-            ):
+            blocks, parts = [], zip(self.steps, self.masks, self._tables(g.exp()), strict=True)
+            for step, mask, table in parts:
                 found: Any = self._psi(step).deriver(torch.Size())(table).hessian
                 every, has = np.arange(len(mask) + 1), mask.flatten().numpy()
                 whole = sparse.bsr_matrix((found.to_blocks().blocks.numpy(), every[:-1], every))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torch_occ._support.choices import later
+from torch_occ._support.processes import for_each
+from torch_occ._support.streams import invert
+from torch_occ.game import estimators
 from torch_occ.game.callbacks import Callback
-from torch_occ.game.estimators import FullInformation, ImplicitExploration, ImportanceWeighted
 from torch_occ.game.history import Curves, History
 from torch_occ.game.learners import FTRL, FixedPolicy, FollowTheLeader, Learner
 from torch_occ.game.losses import BernoulliLosses
@@ -72,7 +76,7 @@ class Match(Learner, Callback):
 
     def player(self, backend: str) -> Any:
         """Plays both learners; see torch_occ.game.simulate.Player."""
-        return later("games.compiled").MatchPlayer(self, backend)
+        return MatchPlayer(self, backend)
 
     def diagnostics(self) -> dict[str, Tensor]:
         one, other = (learner.diagnostics() for learner in self.learners)
@@ -103,6 +107,105 @@ class Match(Learner, Callback):
             curves[name] = torch.cat([curves.get(name, new[:, :0]), new], 1)
 
 
+class MatchPlayer:
+    """Plays a `Match`: bandit feedback in the kernel if it knows both learners, the rest in torch.
+
+    With bandit feedback an end is drawn, and each player sees its own pairs on the way; the loss is
+    put on the last of them. In layers that a player does not get to it sees a likely pair with the
+    loss 0, which no importance weight changes.
+    """
+
+    chunks, reacts = 32, False
+
+    def __init__(self, match: Any, backend: str) -> None:
+        self.match, players = match, later("game.players")
+        known = [players.form_of(x) and not x.why_not_compiled(x.mdp) for x in match.learners]
+        self.compiled = all(known) and backend != "torch" and not match.full
+        for learner in match.learners:
+            if learner.engine_only and not self.compiled:
+                reason = "plays bandit feedback only, against a learner that the engine knows"
+                raise ValueError(f"learners: {type(learner).__name__} {reason}")
+        self.name = "engine" if self.compiled else "torch"
+        self.sides = [players.EnginePlayer(x.mdp, x, None) for x in match.learners if self.compiled]
+        self.most = min((side.most for side in self.sides), default=64)
+
+    def play(self, run: Any, means: Tensor, numbers: Tensor, tables: None) -> None:
+        """Play episodes run.t + 1, ...; see torch_occ.game.simulate.Player."""
+        begun, n, drawn = time.monotonic(), numbers.shape[1], numbers[:, :, 0, 0].contiguous()
+        if not self.compiled:
+            for uniform in drawn.unbind(1):
+                run.t, run.since = run.t + 1, run.since + 1
+                self._play_round(run, uniform)
+            return
+        self._run(run, drawn.numpy())
+        run.t, run.since = run.t + n, run.since + n
+        for side in self.sides:
+            side.adapt(n, time.monotonic() - begun)
+        self.most = min(side.most for side in self.sides)
+
+    def _run(self, run: Any, numbers: Any) -> None:
+        """Call the kernel for every seed, in threads."""
+        rows, loop = later("game.players").state_rows, later("engine.play")
+        match, none, given = self.match, np.zeros((len(numbers), 2, 1)), []
+        for x in self.sides:
+            x.learner.check_settings()
+            after = run.t + 1 + numbers.shape[1]
+            over = {name: f(run.t, after) for name, f in x.over_time.items()}
+            given.append((rows(x.form, x.learner.state), over))
+        shared = rows(loop.Tally, {k: x for k, x in run.sums.items() if x.dim() == 1})
+        shared |= dict.fromkeys(("total_mean", "expected", "realised"), none)
+        shared["second_moment"] = none[:, :0, :0]
+        own = [rows(loop.Tally, sums) for sums in match.sums]
+
+        def play_seed(seed: int) -> None:
+            sides = []
+            for i, player in enumerate(self.sides):
+                path = np.zeros((2, 1, match.paths[i].shape[1]), np.int64)
+                no = np.zeros((1, 1)), np.zeros((1, 1, 1, 3)), np.zeros((1, 1, 0))
+                seen = *path, path[0] * 1.0, np.zeros((1, 0))
+                game = loop.Game(player.model, *no, run.t, 0, False, *seen)
+                tally = loop.Tally(**{name: x[seed] for name, x in (shared | own[i]).items()})
+                work, fields = player.memory(seed, 1, None)
+                states, over = given[i]
+                fields = fields | over | {name: x[seed] for name, x in states.items()}
+                learner = player.form(*(fields[name] for name in player.form._fields))
+                last, way = match.game.last_pairs[i].numpy(), match.paths[i].numpy()
+                ends = last, way, match.losses[i].numpy()
+                sides.append(loop.Side(game, tally, *ends, learner, work))
+            loop.play_both(match.odds.numpy(), numbers[seed], *sides)
+
+        for_each(play_seed, len(numbers))
+
+    @torch.no_grad()
+    def _play_round(self, run: Any, numbers: Tensor) -> None:
+        """One episode of learners that the kernel does not know, or of full information."""
+        match, game, qs, shown = self.match, self.match.game, [], []
+        for x in match.learners:
+            qs.append(x.propose(run.t).detach().expand(len(numbers), -1, -1).clone())
+        if not match.full:
+            reached = game.chance * game.reach(0, qs[0]) * game.reach(1, qs[1])
+            end = invert(reached.cumsum(-1), numbers)
+        for i, (x, q, sums) in enumerate(zip(match.learners, qs, match.sums, strict=True)):
+            sums["q"] = q
+            sums["cumulative_occupancy"][:, 1] += q
+            table = game.loss(i, qs[1 - i]) if match.full else None
+            if table is not None:  # as if every pair had been visited
+                pairs, losses = torch.arange(q[0].numel()).expand(len(q), -1), table.flatten(-2)
+            else:
+                parts = zip(x.mdp.split(q, -2), x.mdp.layer_slices, strict=True)
+                likely = [part.flatten(-2).argmax(-1) + k.start * q.shape[-1] for part, k in parts]
+                path = match.paths[i][end]
+                pairs = path.where(path >= 0, torch.stack(likely, -1))
+                last = (path >= 0) & (path == game.last_pairs[i][end, None])
+                losses = match.losses[i][end, None].where(last, 0.0)
+            shown.append(
+                estimators.Feedback(pairs // q.shape[-1], pairs % q.shape[-1], losses, table)
+            )
+        run.tally(0 * run.q, estimators.Feedback(*[torch.zeros(len(numbers), 1)] * 3, None))
+        for learner, q, feedback in zip(match.learners, qs, shown, strict=True):
+            learner.observe(run.t, q, feedback)
+
+
 def _prepared(plex: Treeplex, player: int, learner: Any, full: bool) -> Learner:
     """A copy of a learner for this feedback; refuse what would be silently wrong."""
     name, kind = type(learner).__name__, "full information" if full else "bandit feedback"
@@ -113,9 +216,9 @@ def _prepared(plex: Treeplex, player: int, learner: Any, full: bool) -> Learner:
             f"learners: that of player {player} was made for another MDP; make it with "
             f"game.treeplex({player}).mdp"
         )
-    found, weights = learner.copy(), (ImportanceWeighted, ImplicitExploration)
+    found, weights = learner.copy(), (estimators.ImportanceWeighted, estimators.ImplicitExploration)
     if full and isinstance(found, FTRL) and not isinstance(found, ShiftedFTRL):
-        found.estimator = FullInformation()
+        found.estimator = estimators.FullInformation()
     elif type(found).__module__.startswith("torch_occ.") and not (
         isinstance(found, FixedPolicy | FollowTheLeader if full else FixedPolicy)
         or (not full and isinstance(found, FTRL) and type(found.estimator) in weights)

@@ -262,12 +262,10 @@ class ExtensiveGame:
 
     def with_payoffs(self, payoffs: Tensor) -> ExtensiveGame:
         """The same game with other finite payoffs `(Z, 2)`, which may require gradients."""
-        if payoffs.shape != self.payoffs.shape or not payoffs.isfinite().all():
-            place = (~payoffs.isfinite()).nonzero()[:1].tolist()
-            expected = f"expected finite numbers {tuple(self.payoffs.shape)}"
-            raise ValueError(
-                f"payoffs: {expected}, got {tuple(payoffs.shape)}, not finite at {place}"
-            )
+        wrong = (~payoffs.isfinite()).nonzero()
+        if payoffs.shape != self.payoffs.shape or len(wrong):
+            place, shape = wrong[:1].tolist(), tuple(self.payoffs.shape)
+            raise ValueError(f"payoffs: expected finite numbers {shape}, not finite at {place}")
         found = object.__new__(ExtensiveGame)
         found.__dict__.update(self.__dict__, payoffs=payoffs)
         return found
