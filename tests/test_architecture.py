@@ -28,6 +28,7 @@ ORDER = (
     "reference",
     "learning",
     "game",
+    "games",
     "rivals",
     "tuning",
     "limits",

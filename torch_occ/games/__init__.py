@@ -1,6 +1,8 @@
 """Games with imperfect information: treeplexes as layered MDPs, self-play, and equilibria.
 
 tree         `ExtensiveGame`, its description, and the strategies of a player as a layered MDP
+play         `self_play` and its history
+equilibrium  quantal response equilibria as a layer
 """
 
 from torch_occ.games.equilibrium import Equilibrium as Equilibrium

@@ -70,7 +70,7 @@ class QuantalResponse(nn.Module):
         with extra("games", "equilibria need SciPy"):
             from scipy import sparse
         self.game, self.tolerance, self.sparse = game, tolerance, sparse
-        self.steps = nn.ModuleList(FTRLStep(x.mdp, regularizer(x)) for x in game.treeplexes)
+        self.steps: Any = nn.ModuleList(FTRLStep(x.mdp, regularizer(x)) for x in game.treeplexes)
         self.closed = all(step.closed for step in self.steps)
         self.masks = [x.mdp.actions for x in game.treeplexes]
         # Arrays of both players: n existing pairs, S states. A pair has the place of its state and
@@ -98,7 +98,7 @@ class QuantalResponse(nn.Module):
         Two more Newton steps with a constant Jacobian, in differentiable operations, leave the
         value and give two derivatives. An ArithmeticError says that there is no certificate.
         """
-        game, tau = self.game if game is None else game, torch.as_tensor(tau).double()
+        game, tau = self.game if game is None else game, torch.as_tensor(tau, dtype=torch.float64)
         if not (tau.dim() == 0 and 0 < tau.item() < np.inf):
             raise ValueError(f"tau: expected a positive number, got {tau}")
         plain, level = game.with_payoffs(game.payoffs.detach()), tau.item()
@@ -209,8 +209,7 @@ class QuantalResponse(nn.Module):
 
     def _solve(self, game: ExtensiveGame, C: Any, tau: float) -> tuple[Tensor, int]:
         """log q, and the number of Newton steps; from large tau to this one."""
-        each = zip(self.steps, self.masks, strict=True)
-        g = torch.cat([step.interior[mask] for step, mask in each]).log()
+        g = torch.cat([step.interior[step.mdp.actions] for step in self.steps]).log()
         slope, first, level, ratio, steps = torch.zeros_like(g), 10.0, np.inf, 0.5, 0
         while level > tau and ratio < 0.999:
             lower, before = max(tau, min(level * ratio, first)), np.inf

@@ -36,11 +36,11 @@ class Match(Learner, Callback):
     def __init__(self, game: ExtensiveGame, learners: Sequence[Any], full: bool) -> None:
         super().__init__(LayeredMDP([torch.ones(1, 1, 1, dtype=torch.float64)]))
         self.game, self.full, self.odds, self.paths = game, full, game.chance, []
-        payoffs, self.learners = game.payoffs.detach(), [*learners]
+        payoffs, self.learners = game.payoffs.detach(), []
         spread = (payoffs.amax(0) - payoffs.amin(0)).clamp(min=1e-300)
         self.losses = ((payoffs.amax(0) - payoffs) / spread).T.contiguous()  # in [0, 1]
         for i, (plex, pair) in enumerate(zip(game.treeplexes, game.last_pairs, strict=True)):
-            self.learners[i] = _prepared(plex, i, learners[i], full)
+            self.learners.append(_prepared(plex, i, learners[i], full))
             path, count = torch.full((len(pair), plex.mdp.horizon), -1), plex.mdp.num_actions
             self.odds = self.odds / plex.weights[pair // count].where(pair >= 0, 1.0)
             while bool((pair >= 0).any()):  # the pairs on the way to the ends, by layer
@@ -55,7 +55,7 @@ class Match(Learner, Callback):
         return found
 
     def start(self, num_seeds: int) -> None:
-        self.sums, self.curves = [], {}
+        self.sums, self.curves = [], dict[str, Tensor]()
         for learner in self.learners:
             learner.seeds = self.seeds
             learner.start(num_seeds)
@@ -75,7 +75,6 @@ class Match(Learner, Callback):
                 learner.state = own
 
     def player(self, backend: str) -> Any:
-        """Plays both learners; see torch_occ.game.simulate.Player."""
         return MatchPlayer(self, backend)
 
     def diagnostics(self) -> dict[str, Tensor]:
@@ -201,7 +200,8 @@ class MatchPlayer:
             shown.append(
                 estimators.Feedback(pairs // q.shape[-1], pairs % q.shape[-1], losses, table)
             )
-        run.tally(0 * run.q, estimators.Feedback(*[torch.zeros(len(numbers), 1)] * 3, None))
+        none = torch.zeros(len(numbers), 1)
+        run.tally(0 * run.q, estimators.Feedback(none, none, none, None))
         for learner, q, feedback in zip(match.learners, qs, shown, strict=True):
             learner.observe(run.t, q, feedback)
 
@@ -216,16 +216,19 @@ def _prepared(plex: Treeplex, player: int, learner: Any, full: bool) -> Learner:
             f"learners: that of player {player} was made for another MDP; make it with "
             f"game.treeplex({player}).mdp"
         )
-    found, weights = learner.copy(), (estimators.ImportanceWeighted, estimators.ImplicitExploration)
+    found: Any = learner.copy()
+    fits = isinstance(found, FixedPolicy) or not type(found).__module__.startswith("torch_occ.")
     if full and isinstance(found, FTRL) and not isinstance(found, ShiftedFTRL):
-        found.estimator = estimators.FullInformation()
-    elif type(found).__module__.startswith("torch_occ.") and not (
-        isinstance(found, FixedPolicy | FollowTheLeader if full else FixedPolicy)
-        or (not full and isinstance(found, FTRL) and type(found.estimator) in weights)
-    ):
+        found.estimator, fits = estimators.FullInformation(), True
+    elif full:
+        fits = fits or isinstance(found, FollowTheLeader)
+    elif isinstance(found, FTRL) and not getattr(found, "hints", False):
+        known = estimators.ImportanceWeighted, estimators.ImplicitExploration
+        fits = fits or type(found.estimator) in known
+    if not fits:
         raise ValueError(
             f"learners: {name} does not learn from {kind} in a game; use occ.FTRL, for bandit "
-            "feedback with importance weights or implicit exploration"
+            "feedback with importance weights or implicit exploration, and without hints"
         )
     return found
 
@@ -280,11 +283,10 @@ def self_play(
     """
     if feedback not in ("full", "bandit"):
         raise ValueError(f"feedback: expected full or bandit, got {feedback!r}")
-    if callable(learners):
-        learners = [learners(plex) for plex in game.treeplexes]
-    if len(learners) != 2:
-        raise ValueError(f"learners: expected one for each of two players, got {len(learners)}")
-    match = Match(game, learners, feedback == "full")
+    given = [*map(learners, game.treeplexes)] if callable(learners) else [*learners]
+    if len(given) != 2:
+        raise ValueError(f"learners: expected one for each of two players, got {len(given)}")
+    match = Match(game, given, feedback == "full")
     losses = BernoulliLosses(torch.zeros(1, 1, dtype=torch.float64))
     options["callbacks"] = [match, *options.get("callbacks", ())]
 

@@ -158,9 +158,8 @@ def _treeplex(known: _Sets) -> tuple[Treeplex, Tensor]:
     order, weights, parent = [*layer], [1.0 / len(layer)] * len(layer), [-1] * len(layer)
     initial, tables = torch.tensor(weights, dtype=torch.float64), []
     while layer:
-        begin, following = len(order) - len(layer), []
-        entries: list[tuple[int, int, float]] = []  # row, column, share
-        alone: list[int] = []  # rows that lead to an end
+        begin, following, alone = len(order) - len(layer), list[int](), list[int]()
+        entries = list[tuple[int, int, float]]()  # row, column, share; `alone` lead to an end
         for s, i in enumerate(layer):
             for a in range(max(1, len(sets[i].actions))):
                 row, after = s * width + a, children.get((i, a), [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -41,7 +41,7 @@ class ExploringFTRL(FTRL):
     choose these settings as three papers do.
     """
 
-    compiled = CompiledExploring
+    compiled: ClassVar[Any] = CompiledExploring
     engine_only = True
 
     def __init__(
