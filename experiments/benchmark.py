@@ -6,6 +6,7 @@
     python -m experiments.benchmark --sections rivals                    half an hour
     python -m experiments.benchmark --sections rivals --rivals moreau    one rival
     python -m experiments.benchmark --sections rivals --sizes 3 3 3 5 5 4 --batches 1
+    python -m experiments.benchmark --record docs/speed                  the numbers of a release
 
 All contestants do the same in turns. The ratios of their times are compared, since they change
 little when the machine is busy.
@@ -13,6 +14,7 @@ little when the machine is busy.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,16 +22,19 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import tyro
+from matplotlib.figure import Figure
 
 import torch_occ as occ
 from experiments import common
 from experiments.contestants import HEADER, Case, Limits, cells, draw_rivals, measure_rivals
+from torch_occ.game.figures import COLOURS
 
 Shape = tuple[int, int, int]
 
@@ -63,6 +68,9 @@ class Args:
     """seed of the MDPs and the losses"""
     root: Path = Path("runs")
     """where the run's directory is made"""
+    record: Path | None = None
+    """only measure what every release keeps, write it to <version>.json in this folder, and draw
+    all files of the folder"""
 
 
 #: Episodes of each of many seeds. One seed alone plays eight times as many.
@@ -121,7 +129,11 @@ def measure_threads(episodes: int = 4_096, seeds: int = 64, repeats: int = 5) ->
     }
 
 
-def measure_calls(shape: Shape = (3, 3, 3), repeats: int = 2_000) -> dict[str, float]:
+def measure_calls(
+    shape: Shape = (3, 3, 3),
+    repeats: int = 2_000,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
     """One step through `FTRLStep`, with all that Python does.
 
     Warm-started, and forward plus backward through autograd.
@@ -139,7 +151,7 @@ def measure_calls(shape: Shape = (3, 3, 3), repeats: int = 2_000) -> dict[str, f
         torch.autograd.grad(of, [leaf, *parameters], mean)
 
     def microseconds(function: Callable[[], Any]) -> float:
-        return 1e6 * common.in_turns({"": function}, repeats, clock=time.perf_counter)[""]
+        return 1e6 * common.in_turns({"": function}, repeats, clock=clock)[""]
 
     with torch.no_grad():
         found = {"warm solve, us": microseconds(solve)}
@@ -252,6 +264,52 @@ def measure_compiling() -> dict[str, float]:
     return found
 
 
+def record(folder: Path) -> Path:
+    """Measure what every release keeps, in processor time, and write it to `<version>.json`."""
+    measured = measure_calls(clock=time.process_time)
+    measured |= measure_batches(((5, 5, 4),))
+    measured |= measure_loop(5, {(3, 3, 3): 4096, (10, 10, 5): 256}, budget=5.0)
+    measured |= measure_compiling()
+    about = {"version": occ.__version__, "date": str(date.today()), "machine": common.machine()}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{occ.__version__}.json"
+    rounded = {name: float(f"{value:.3g}") for name, value in measured.items()}
+    path.write_text(json.dumps(about | {"measured": rounded}, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+#: What the figure of the releases shows, by the names of the measurements.
+SHOWN = {
+    "warm solve, us": "warm step, (3,3,3)",
+    "forward and backward, us": "step and gradients, (3,3,3)",
+    "(5, 5, 4), batch of 256, cold, forward and backward, us": "batch of 256, gradients, (5,5,4)",
+    "(3, 3, 3), beta 192, 64 seeds, us": "an episode, 64 seeds, (3,3,3)",
+    "(10, 10, 5), beta 640, 64 seeds, us": "an episode, 64 seeds, (10,10,5)",
+    "simulate, compiling, s": "compiling the first game",
+}
+
+
+def draw_releases(folder: Path) -> Figure:
+    """The recorded times of all releases, as multiples of those of the first."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in releases(folder)]
+    figure = common.new_figure(8, 4)
+    axes = figure.subplots()
+    for i, (name, label) in enumerate(SHOWN.items()):
+        times = [release["measured"][name] for release in found]
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": "osD^vP"[i], "linewidth": 1.6}
+        axes.plot([time / times[0] for time in times], label=label, **style)
+    axes.set_xticks(range(len(found)), [release["version"] for release in found])
+    axes.set(xlim=(-0.2, len(found) - 0.8), yscale="log", ylabel="time / time of the first release")
+    common.tidy(axes, xlabel="release")
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def releases(folder: Path) -> list[Path]:
+    """The recorded files of a folder, by version."""
+    return sorted(folder.glob("*.json"), key=lambda x: [int(n) for n in x.stem.split(".")])
+
+
 def show_numbers(path: Path, numbers: dict[str, float]) -> None:
     """Print named numbers as a table, and write them as CSV."""
     common.write_csv(path, [{"what": name, "measured": value} for name, value in numbers.items()])
@@ -261,6 +319,12 @@ def show_numbers(path: Path, numbers: dict[str, float]) -> None:
 
 def main(args: Args) -> Path:
     """Run the sections, print their tables, write them as CSV and PNG."""
+    if args.record is not None:
+        torch.set_num_threads(args.threads)
+        written = record(args.record)
+        common.write_figure(written.parent / "releases.png", draw_releases(written.parent))
+        print(f"written to {written}")
+        return written
     directory = common.begin("benchmark", args, args.seed)
     torch.set_num_threads(args.threads)
     threads = f"{args.threads} thread{'s' * (args.threads > 1)}"

@@ -97,6 +97,13 @@ def test_a_baseline_has_the_shape_of_q(baseline):
             lambda: occ.FTRL(MDP, occ.jin_luo(MDP), occ.ImportanceWeighted),
             "estimator: expected an occ.Estimator",
         ),
+        (lambda: occ.LogBarrier("1"), "LogBarrier: beta: expected a number or a tensor, got '1'"),
+        (lambda: occ.LayeredMDP.from_arrays([[[1.0]]], [0.0], "3"), "horizon: expected a whole"),
+        (
+            lambda: occ.grid(learner="ftrl"),
+            r"learner: expected a list, got 'ftrl'; write \['ftrl'\]",
+        ),
+        (lambda: occ.tune(lambda psi: psi, occ.jin_luo(MDP)), "objective: returns Sum, not occ"),
     ],
 )
 def test_wrong_parts_are_named_when_they_are_put_together(make, message):

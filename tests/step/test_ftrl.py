@@ -8,7 +8,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.func import functional_call, grad, hessian, jacrev, vmap
-from zoo import PROBLEMS, Problem, layers, masked, random_loss, tensor
+from zoo import PROBLEMS, REGULARIZERS, Problem, layers, masked, random_loss, tensor
 
 import torch_occ as occ
 from torch_occ import SolveError, Status
@@ -184,7 +184,8 @@ def test_single_precision(problem):
 
 
 @pytest.mark.parametrize("problem", [*PROBLEMS, "large"])
-def test_layered_path_equals_dense_path(problem, monkeypatch):
+@pytest.mark.parametrize("regularizer", ["jin_luo", "custom_statewise"])
+def test_layered_path_equals_dense_path(problem, regularizer, monkeypatch):
     """More than 64 states are factorized layer by layer; solutions and gradients are the same."""
     big = occ.LayeredMDP.random(horizon=8, width=10, num_actions=3, concentration=0.2)
     mdp, loss, t = (
@@ -193,7 +194,7 @@ def test_layered_path_equals_dense_path(problem, monkeypatch):
     assert problem != "large" or mdp.num_states > 64
 
     def everything() -> tuple[Tensor, ...]:
-        step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.3))
+        step = occ.FTRLStep(mdp, REGULARIZERS[regularizer](mdp))
         inputs = [
             loss.clone().requires_grad_(),
             *(p.clone().requires_grad_() for p in mdp.transitions),

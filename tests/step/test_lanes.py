@@ -153,25 +153,6 @@ def test_batched_mdps_of_the_step_itself_and_shared_layers():
     torch.testing.assert_close(again.q, found.q, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("shape", [(), (2,)])
-@pytest.mark.parametrize("name", ["Jin and Luo", "Shannon"])
-def test_gradients_and_forward_mode_in_transitions(shape, name):
-    step = occ.FTRLStep(MDP, REGULARIZERS[name](), backend="engine")
-    logits = [random(k, *shape, *p.shape) for k, p in enumerate(MDP.transitions[:-1])]
-    loss = (3 * random(9, *shape, 7, 3)).requires_grad_()
-
-    def solve(loss, *logits):
-        transitions = [x.softmax(-1) for x in logits]
-        last = MDP.transitions[-1].expand(*shape, 3, 3, 1)
-        solution = step.solve(loss, 4.0, mdp=MDP.with_transitions([*transitions, last]))
-        assert solution.backend == "engine"
-        return solution.q, solution.value
-
-    inputs = (loss, *(x.requires_grad_() for x in logits))
-    assert torch.autograd.gradcheck(solve, inputs, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(solve, inputs, atol=1e-4)
-
-
 @pytest.mark.parametrize("kind", [*MDPS, "differentiated", "wide"])
 def test_probabilities_that_change_in_place_are_read_again(kind):
     """By both backends, also if budgets or gradients are asked for."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from oracle import EXACT, dense_newton, flow_matrix
 from torch import Tensor
-from zoo import PROBLEMS, REGULARIZERS, corridor, layers, masked, random_loss, tensor
+from zoo import PROBLEMS, REGULARIZERS, corridor, layers, random_loss
 
 import torch_occ as occ
 from torch_occ import Status
@@ -67,39 +67,6 @@ def test_every_regularizer_on_every_problem(problem, regularizer):
     )
 
 
-@pytest.mark.parametrize("regularizer", REGULARIZERS)
-def test_shaping_leaves_q_and_shifts_the_value(regularizer):
-    """Adding v(s) - E v(s') to the loss is felt by no policy."""
-    mdp, loss, t = layers()
-    step = occ.FTRLStep(mdp, REGULARIZERS[regularizer](mdp))
-    shift = 1e3 * torch.randn(
-        mdp.num_states, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
-    shaped = loss + (flow_matrix(mdp).mT @ shift).view_as(loss)
-    before, after = step.solve(loss, t), step.solve(shaped, t)
-    close(after.q, before.q, 1e-11)  # the shaped loss itself is rounded by 1e3 eps
-    close(after.value - shift, before.value, 1e-10)
-
-
-@pytest.mark.parametrize("scale", [1e-6, 3.0, 1e9])
-def test_scaling_identity(scale):
-    """scale * (loss, 1/eta, beta) is the same problem as (loss, 1/eta, beta).
-
-    1/eta is proportional to the root of t.
-    """
-    mdp, loss, t = layers()
-
-    def solve(scale: float, gamma: float, t: float) -> occ.Solution:
-        return occ.FTRLStep(
-            mdp, occ.jin_luo(mdp, beta=tensor(0.3 * scale), gamma=tensor(gamma))
-        ).solve(scale * loss, t)
-
-    once, scaled = solve(1.0, 0.9, t), solve(scale, 0.9 / scale, t)
-    close(scaled.q, once.q, 1e-12)
-    close(scaled.value, scale * once.value, 1e-12)
-    close(solve(1.0, 0.9 * 2, 4 * t).q, once.q, 1e-12)
-
-
 class Statewise(occ.StatewiseRegularizer):
     def per_state(self, q_s):
         return (q_s * (q_s / q_s.sum(-1, keepdim=True)).log()).sum(-1)
@@ -127,25 +94,6 @@ def test_states_that_feel_nothing_are_solved_at_every_level(problem, twin):
 
 
 # -- batches ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("regularizer", REGULARIZERS)
-def test_batched_equals_solo(regularizer):
-    mdp, _, _ = masked()
-    step = occ.FTRLStep(mdp, REGULARIZERS[regularizer](mdp))
-    loss = random_loss(mdp, batch=(3, 1)) * tensor([0.01, 1.0, 60.0])[:, None, None, None]
-    t = tensor([1.0, 1e4])
-    batch = step.solve(loss, t)
-    assert batch.q.shape == (3, 2, mdp.num_states, mdp.num_actions)
-    assert batch.value.shape == (3, 2, mdp.num_states)
-    for i in range(3):
-        for j in range(2):
-            solo = step.solve(loss[i, 0], t[j])
-            for field in ("status", "steps", "decrement", "flow_residual", "dual_residual"):
-                assert getattr(batch, field).shape == (3, 2)
-            assert batch.steps[i, j] == solo.steps
-            close(batch.q[i, j], solo.q, 1e-12)
-            close(batch.value[i, j], solo.value, 1e-12)
 
 
 @pytest.mark.bits

@@ -2,52 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from zoo import REGULARIZERS
 
 import torch_occ as occ
-from torch_occ.regularizers.base import Composition
 from torch_occ.step.arrays import WeightsOverTime
-from torch_occ.step.ways import why_not
 
 F64 = torch.float64
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
 LOSS = 30 * torch.rand(7, 3, dtype=F64, generator=torch.Generator().manual_seed(1))
 T = torch.tensor(37.5, dtype=F64)
-
-
-def regularizers():
-    found = {name: make(MDP) for name, make in REGULARIZERS.items()}
-    found["every operation"] = (
-        occ.Tsallis(0.3) / occ.Polynomial(1.5, 0.4)
-        + 2 * (occ.Shannon() * occ.Constant(0.7))
-        + occ.LogBarrier(0.0) / occ.InverseSqrt(2.0) / 3.0
-    )
-    return {name: psi for name, psi in found.items() if why_not(MDP, psi) is None}
-
-
-@pytest.mark.parametrize("name", regularizers())
-def test_numbers_arrays_and_derivatives_are_those_of_torch(name):
-    composition, t = Composition(regularizers()[name]), T.clone().requires_grad_()
-    values = composition.values(t)
-    plain = [x.item() if x.dim() == 0 else x.detach().numpy() for x in values]
-    doubled = [np.stack([x, x + 0.125])[:, None, None] if type(x) is float else x for x in plain]
-    for term in composition.terms:
-        for row in (term.weight, term.exponent):
-            expected = torch.as_tensor(row.at(values), dtype=F64)
-            found = torch.as_tensor(row.at(plain), dtype=F64)
-            torch.testing.assert_close(found, expected.detach(), rtol=1e-15, atol=0)
-            if all(type(x) is float for x in plain):
-                together = np.broadcast_to(row.at(doubled), (2, 1, 1))
-                assert float(together[0, 0, 0]) == row.at(plain)
-                assert float(together[1, 0, 0]) == row.at([x + 0.125 for x in plain])
-            for i in row.factors:
-                (slope,) = torch.autograd.grad(expected.sum(), values[i], retain_graph=True)
-                found = torch.as_tensor(row.slope(plain, i, row.at(plain)), dtype=F64)
-                found = found.expand(expected.shape).sum_to_size(slope.shape)
-                torch.testing.assert_close(found, slope, rtol=1e-13, atol=1e-15)
 
 
 @pytest.mark.parametrize("place", [False, True])

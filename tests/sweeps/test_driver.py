@@ -75,7 +75,7 @@ def table(directory: Path) -> list[dict[str, str]]:
 
 def test_grid():
     expected = [(1, "x"), (1, "y"), (2, "x"), (2, "y")]
-    assert occ.grid(a=[1, 2], b="xy") == [{"a": a, "b": b} for a, b in expected]
+    assert occ.grid(a=[1, 2], b=["x", "y"]) == [{"a": a, "b": b} for a, b in expected]
     assert occ.grid() == [{}]
 
 

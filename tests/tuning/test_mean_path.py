@@ -5,7 +5,7 @@ import torch
 from zoo import played_regrets, random_loss, random_problem, trajectories
 
 import torch_occ as occ
-from torch_occ.step.linearization import Linearization
+from torch_occ.step.implicit import Linearization
 from torch_occ.tuning.forecast import Estimates, Quadrature, phases_of, second_moment
 
 

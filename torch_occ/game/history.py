@@ -1,4 +1,4 @@
-"""What a run leaves: its history, means with intervals over seeds, and comparators."""
+"""What a run leaves: its history, means with intervals over seeds, and the comparator."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def student(degrees: int) -> float:
     return z + correction + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
 
 
-# -- Comparators, and the paper's self-bounding condition ------------------------------------------
+# -- The comparator --------------------------------------------------------------------------------
 
 
 def comparator(mdp: LayeredMDP, total_mean: Tensor) -> Tensor:
@@ -103,36 +103,6 @@ def comparator(mdp: LayeredMDP, total_mean: Tensor) -> Tensor:
     """
     first = optimal_policy(mdp, total_mean, in_order=True).value[..., : mdp.layer_sizes[0]]
     return running_total(mdp.initial * first, -1)
-
-
-class SelfBounding(NamedTuple):
-    """Both sides of `eq:self_bounding_constraint`; it holds where left >= right."""
-
-    left: Tensor  # (N,), the regret
-    right: Tensor  # (N,), sum_t sum_{s, a != pi*(s)} q_t(s,a) gap(s,a) - C
-
-
-def self_bounding(
-    regret: Tensor,
-    cumulative_occupancy: Tensor,
-    gaps: Tensor,
-    policy: Tensor,
-    corruption: Tensor | float = 0.0,
-) -> SelfBounding:
-    """Both sides of the self-bounding condition for a finished run.
-
-    Args:
-        regret: pseudo-regret of each seed `(N,)`.
-        cumulative_occupancy: sum_t q_t `(N, S, A)`.
-        gaps: the gap function `(S, A)`.
-        policy: the mapping pi*, one-hot `(S, A)`.
-        corruption: C, one number for all seeds or one for each.
-
-    Returns:
-        `SelfBounding(left, right)`, each `(N,)`.
-    """
-    suboptimal = torch.where(policy > 0, 0.0, gaps)
-    return SelfBounding(regret, (cumulative_occupancy * suboptimal).sum((-2, -1)) - corruption)
 
 
 # -- The result of a simulation: curves over checkpoints and seeds ---------------------------------
@@ -213,8 +183,8 @@ class Curves:
         episodes = self.episodes.tolist()
         last = episodes[-1] if episodes else 0
         uncertified = int(self.uncertified[:, -1].sum()) if episodes else 0
-        line = f"{type(self).__name__}: {len(self.seeds)} seeds, {last:,} episodes"
-        line += f", played by {self.backend}"
+        seeds = f"{len(self.seeds)} seed{'s' * (len(self.seeds) != 1)}"
+        line = f"{type(self).__name__}: {seeds}, {last:,} episodes, played by {self.backend}"
         line += "" if self.finished else ", not finished"
         line += f", {uncertified:,} uncertified steps" if uncertified else ""
         curves = [getattr(self, name) for name in self.shown]

@@ -128,9 +128,10 @@ class MatchPlayer:
         self.sides = [players.EnginePlayer(x.mdp, x, None) for x in match.learners if self.compiled]
         self.most = min((side.most for side in self.sides), default=64)
 
-    def play(self, run: Any, means: Tensor, numbers: Tensor, tables: None) -> None:
+    def play(self, run: Any, means: Tensor, numbers: Tensor, tables: None, rows: range) -> None:
         """Play episodes run.t + 1, ...; see torch_occ.game.simulate.Player."""
-        begun, n, drawn = time.monotonic(), numbers.shape[1], numbers[:, :, 0, 0].contiguous()
+        begun, n = time.monotonic(), len(rows)
+        drawn = numbers[:, rows.start : rows.stop, 0, 0].contiguous()
         if not self.compiled:
             for uniform in drawn.unbind(1):
                 run.t, run.since = run.t + 1, run.since + 1
@@ -160,9 +161,10 @@ class MatchPlayer:
             sides = []
             for i, player in enumerate(self.sides):
                 path = np.zeros((2, 1, match.paths[i].shape[1]), np.int64)
-                no = np.zeros((1, 1)), np.zeros((1, 1, 1, 3)), np.zeros((1, 1, 0))
+                no = np.zeros((1, 1)), None, np.zeros((1, 1, 1, 3)), np.zeros((1, 0, 0))
                 seen = *path, path[0] * 1.0, np.zeros((1, 0))
-                game = loop.Game(player.model, *no, run.t, 0, False, *seen)
+                times = 0, numbers.shape[1], run.t, 0, False
+                game = loop.Game(player.model, *no, *times, *seen)
                 tally = loop.Tally(**{name: x[seed] for name, x in (shared | own[i]).items()})
                 work, fields = player.memory(seed, 1, None)
                 states, over = given[i]

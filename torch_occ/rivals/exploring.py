@@ -8,8 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from torch_occ.engine.lanes import Shared
-from torch_occ.engine.layout import Work
-from torch_occ.engine.learners import Solver, take_step, weigh
+from torch_occ.engine.layout import Solver, Work
+from torch_occ.engine.learners import take_step, weigh
 from torch_occ.engine.play import Game, PerPair, Tally, observe, propose
 from torch_occ.game.learners import FTRL
 from torch_occ.games.tree import Treeplex

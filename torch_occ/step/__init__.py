@@ -8,7 +8,6 @@ entropic             the FTRL step for entropies, in logarithms: q may underflow
 ftrl                 the FTRL step as a torch module
 graph                what surrounds a step in a network: other number types, autocast, inference
 implicit             derivatives of a solution by the implicit function theorem, not through the
-linearization        first and second derivatives of the FTRL step with respect to the loss; both
 newton               potential-based shaping: the loss is replaced by its gaps
 solution             what goes into a step and what comes out: budgets, options, solution, errors
 system               the blocks of the Newton system: one state, with its actions eliminated

@@ -42,7 +42,7 @@ Array = NDArray[Any]
 #     D(y) = min over q in Omega of ⟨q, L + G'y⟩ + psi_t(q) - ⟨y, h⟩,
 #
 # which is concave, with grad D = G q(y) - h and hess D = - G Pi G', where -Pi is the derivative of
-# q with respect to the loss (torch_occ.step.linearization). So one step on m multipliers needs q(y)
+# q with respect to the loss (torch_occ.step.implicit). So one step on m multipliers needs q(y)
 # and m solutions of a linear system that is factored once, by torch or by the engine.
 #
 # **Step.** The multipliers of the quadratic model that are best among y >= 0, by pivoting. Where
@@ -517,5 +517,4 @@ def solve_with_budgets(
     q, value, certificate = ImplicitSolution.apply(equation, *tensors)
     m = len(budgets)
     slack = limits - (costs * q.unsqueeze(-3)).sum((-2, -1))
-    name = "torch" if engine is None else "engine"
-    return Solution(q, value[..., :-m], certificate, name, value[..., -m:], slack)
+    return Solution(q, value[..., :-m], certificate, engine is not None, value[..., -m:], slack)

@@ -28,8 +28,8 @@ from torch_occ.engine.layout import (
     lanes_in,
     make_work,
 )
+from torch_occ.engine.linear import sweep_all
 from torch_occ.engine.newton import SMALLEST
-from torch_occ.engine.sparse import sweep_all
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import SparseLayer
@@ -96,21 +96,38 @@ class Origin(NamedTuple):
         return self.step.linear(self.world, self.batch, *given, wanted)
 
     def pull_back(
-        self, bars: Floats, inputs: Sequence[Any], needed: Sequence[bool]
+        self,
+        q: Tensor,
+        loss: Tensor,
+        inputs: Sequence[Any],
+        needed: Sequence[bool],
+        bars: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """Return derivatives with respect to t and the parameters from those of `linear`."""
-        step, found = self.step, list[Tensor | None]()
-        by_terms = arrays.untabulate(bars, self.batch, step.pairs)
-        for i, x in enumerate(inputs):
-            total: Any = None
-            for k in step.uses[i] if needed[i] else ():
-                bar = by_terms[k] * step.rows[k].slope(self.values, i, self.numbers[k])
-                total = bar if total is None else total + bar
-            if needed[i]:
-                total = 0.0 if total is None else total
-                total = arrays.shaped(total, x, i == 0, self.batch, step.pairs)
-            found.append(total)
-        return found
+        """Return derivatives with respect to the loss, t, the parameters and the probabilities.
+
+        Args:
+            needed: for the loss and each of the inputs.
+            bars: those of q and v.
+        """
+        step, last = self.step, 1 + len(self.values)  # the probabilities follow
+        wanted = step.depth if any(needed[1:last]) else 0
+        # The system is K' and not K: the sign of v_bar differs.
+        minus_x_bar, r_bar, by_terms = self.linear(q, bars[0], bars[1], wanted)
+        loss_bar, m = step.tensors(self.batch, minus_x_bar, r_bar)
+        found = [arrays.summed(loss_bar, loss) if needed[0] else None]
+        slopes = arrays.untabulate(by_terms, self.batch, step.pairs) if wanted else []
+        for i, x in enumerate(inputs[: last - 1]):
+            if not needed[1 + i]:
+                found.append(None)
+                continue
+            total: Any = 0.0
+            for k in step.uses[i]:
+                total = total + slopes[k] * step.rows[k].slope(self.values, i, self.numbers[k])
+            found.append(arrays.shaped(total, x, i == 0, self.batch, step.pairs))
+        if any(needed[last:]):
+            v = torch.from_numpy(self.v).view_as(m)
+            found += self.world.pull_back(q, v, loss_bar, m, needed[last:])
+        return found + [None] * (len(needed) - len(found))
 
 
 class Follow(torch.autograd.Function):
@@ -143,17 +160,7 @@ class Follow(torch.autograd.Function):
             with torch.enable_grad():
                 bars = _differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
             return None, *(x if x is None or again else x.detach() for x in bars)
-        # The system is K' and not K: the sign of v_bar differs.
-        last = 1 + len(origin.values)  # the probabilities follow
-        wanted = origin.step.depth if any(needed[1:last]) else 0
-        minus_x_bar, r_bar, by_terms = origin.linear(q, q_bar, v_bar, wanted)
-        loss_bar, m = origin.step.tensors(origin.batch, minus_x_bar, r_bar)
-        found = [arrays.summed(loss_bar, loss) if needed[0] else None]
-        found += origin.pull_back(by_terms, inputs[: last - 1], needed[1:last])
-        if any(needed[last:]):
-            v = torch.from_numpy(origin.v).view_as(m)
-            found += origin.world.pull_back(q, v, loss_bar, m, needed[last:])
-        return None, *found, *[None] * (len(needed) - len(found))
+        return None, *origin.pull_back(q, loss, inputs, needed, (q_bar, v_bar))
 
     @staticmethod
     def jvp(ctx: Any, _origin: None, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -231,10 +238,6 @@ _ALONE = 16
 
 _ONLY = np.zeros(1, dtype=np.int64)
 
-#: Each for one MDP, and for an MDP for every element.
-_SOLVE = (kernels.solve_steps, kernels.solve_steps_of_models)
-_LINEAR = (kernels.solve_linear, kernels.solve_linear_of_models)
-
 
 class CompiledStep:
     """min ⟨q, loss⟩ + psi_t(q) in compiled kernels, for tensors outside torch.func transforms."""
@@ -298,22 +301,10 @@ class CompiledStep:
         Raises:
             ValueError, TypeError: if an argument is wrong, with the message of the torch path.
         """
-        world = self.world_of(mdp)
-        if world is None:
+        prepared = self._prepare(loss, t, start, mdp, parameters)
+        if prepared is None:
             return None
-        inputs = self.read(t) if parameters is None else [t, *parameters]
-        values = [number(x) for x in inputs]
-        batch = None
-        if plain(loss) and plain(start) and self._in_domain(values, parameters):
-            batch = self._batch(world, loss, start, values)
-        if batch is None:
-            self._complain(world, loss, t, start)
-            return None
-        try:
-            numbers = self.weigh(values)
-        except ArithmeticError:
-            return None
-        terms = tabulate(numbers, batch, self.pairs)
+        world, inputs, values, numbers, terms, batch = prepared
         entropies, count = None, batch.numel()
         if terms.shape[1] > 1 and self.kinds[2]:
             entropies = np.empty(count, dtype=np.bool_)
@@ -321,7 +312,7 @@ class CompiledStep:
         q, v, certificate = self._empty(count, 5)
         given = (rows(loss, batch, 2), rows(start, batch, 2), q, v, certificate)
         limits = (self.tolerance, self.options.max_steps)
-        self.run(world, batch, _SOLVE, terms, entropies, *given, *limits)
+        self.run(world, batch, kernels.solve_steps, terms, entropies, *given, *limits)
         statuses = certificate[:, 0]
         if self.in_logs and not np.isfinite(q).all():
             lost = ~np.isfinite(q.reshape(count, -1)).all(-1)
@@ -342,7 +333,65 @@ class CompiledStep:
         # The user gets a copy of failures, because derivatives read them later.
         certificate = certificate if converged else certificate.copy()
         marks = torch.from_numpy(certificate.reshape(*batch, 5))
-        return Solution(found[0], found[1], marks, "engine"), converged
+        return Solution(found[0], found[1], marks, True), converged
+
+    def pull_back(
+        self,
+        parameters: Sequence[Tensor],
+        loss: Tensor,
+        t: Tensor,
+        found: Sequence[Tensor],
+        bars: Sequence[Tensor],
+        more: bool,
+    ) -> list[Tensor] | None:
+        """Return derivatives at a solution that is known, without solving again.
+
+        Args:
+            found: q, v and the certificate.
+            bars: those of q and v.
+            more: whether to differentiate with respect to t and the parameters, too.
+
+        Returns:
+            The derivatives; None if they are computed in torch.
+        """
+        prepared = self._prepare(loss, t, found[0], None, parameters)
+        if prepared is None:
+            return None
+        world, inputs, values, numbers, terms, batch = prepared
+        q, v = rows(found[0], batch, 2), rows(found[1], batch, 1)
+        solved = (q, v, found[2].numpy().reshape(-1, 5), batch, True)
+        origin = Origin(self, world, values, numbers, terms, *solved)
+        if origin.has_dead:
+            return None
+        needed = [True, *[more] * len(inputs)]
+        bar = origin.pull_back(found[0], loss, inputs, needed, bars[:2])
+        return [x for x in bar if x is not None]
+
+    def _prepare(
+        self,
+        loss: Tensor,
+        t: Tensor | float,
+        start: Tensor,
+        mdp: LayeredMDP | None,
+        parameters: Sequence[Tensor] | None,
+    ) -> tuple[MDPArrays, list[Any], list[Any], list[Any], Floats, torch.Size] | None:
+        """Return the MDPs, the fields of `Origin` before q, the inputs and the batch shape."""
+        world = self.world_of(mdp)
+        if world is None:
+            return None
+        inputs = self.read(t) if parameters is None else [t, *parameters]
+        values = [number(x) for x in inputs]
+        batch = None
+        if plain(loss) and plain(start) and self._in_domain(values, parameters):
+            batch = self._batch(world, loss, start, values)
+        if batch is None:
+            self._complain(world, loss, t, start)
+            return None
+        try:
+            numbers = self.weigh(values)
+        except ArithmeticError:
+            return None
+        return world, inputs, values, numbers, tabulate(numbers, batch, self.pairs), batch
 
     def tensors(self, batch: torch.Size, q: Floats, v: Floats) -> tuple[Tensor, Tensor]:
         """Return rows of pairs and of states as tensors that share their memory."""
@@ -455,7 +504,7 @@ class CompiledStep:
         count = batch.numel()
         u, m, _ = self._empty(count, 0)
         bars = np.empty((wanted, count, terms.shape[2]))
-        self.run(world, batch, _LINEAR, terms, None, q, x, r, u, m, bars)
+        self.run(world, batch, kernels.solve_linear, terms, None, q, x, r, u, m, bars)
         return u, m, bars
 
     def _empty(self, count: int, columns: int) -> tuple[Floats, Floats, Floats]:
@@ -467,7 +516,7 @@ class CompiledStep:
         self,
         world: MDPArrays,
         batch: torch.Size,
-        entries: Sequence[Callable[..., None]],
+        kernel: Callable[..., None],
         terms: Floats,
         entropies: Bools | None,
         *arguments: Any,
@@ -475,7 +524,6 @@ class CompiledStep:
         """Run a kernel over all elements, in several threads if the batch is large enough.
 
         Args:
-            entries: the kernel for one MDP, and the one for an MDP for every element.
             entropies: the elements that are solved in logarithms; None if all or none of them are.
         """
         model, count = world.model, batch.numel()
@@ -485,7 +533,7 @@ class CompiledStep:
                 memory = free.pop()
             except IndexError:
                 memory = _memory(model, terms.shape[2], 0, None)
-            entries[0](model, self.kinds, terms, *arguments, _ONLY, 0, 1, *memory[:2], None)
+            kernel(model, self.kinds, terms, *arguments, _ONLY, 0, 1, *memory[:2], None)
             free.append(memory)
             return
         owners = world.owners(batch) if world.batch_shape else None
@@ -500,7 +548,7 @@ class CompiledStep:
             order = arrays.plain_order(count, lanes)
         else:
             order = arrays.order_of(entropies, lanes)
-        kernel, groups = entries[owners is not None], len(order) // (lanes or 1)
+        groups = len(order) // (lanes or 1)
         threads = 1 if count < _ALONE else min(torch.get_num_threads(), groups)
         free = self.free[way, lanes, type(model.next_state)]
 
@@ -621,8 +669,8 @@ class CompiledSweeps:
         force = np.zeros((1, 0)) if x is None else _flat(x, batch, 2)
         own = ((p, 2), (inverse, 2), (total, 1), (softest, 1))
         parts: Any = tuple(_flat(part, batch, dims) for part, dims in own)
-        out = (part.view(count, -1).numpy() for part in (v, within, du))
-        sweep_all(self.pairs[1], self.rows, parts, _flat(z, batch, 1), force, x is not None, *out)
+        out: Any = tuple(part.view(count, -1).numpy() for part in (v, within, du))
+        sweep_all(self.pairs[1], self.rows, parts, _flat(z, batch, 1), force, x is not None, out)
         return Swept(v, within, du)
 
 

@@ -5,7 +5,7 @@ q_t = argmin over q in Omega of ⟨q, cumulative_loss⟩ + psi_t(q)        (`alg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -107,7 +107,8 @@ class FTRLStep(Frozen):
         self.options = Options(tolerance, max_steps)
         self.in_logs, self.closed = is_entropy(regularizer), is_entropy(regularizer, closed=True)
         #: The name of a schedule that depends on t, if there is one.
-        self.schedule = next(_schedules_of(regularizer), None)
+        schedules = (x for x in regularizer.modules() if isinstance(x, Schedule) and x.depends_on_t)
+        self.schedule = next((type(x).__name__ for x in schedules), None)
         self.interior = interior_point(mdp).detach()
         self._compiled: CompiledStep | None = None
         self.use(backend)
@@ -164,8 +165,8 @@ class FTRLStep(Frozen):
         """Solve the step and certify the solution.
 
         Args:
-            cumulative_loss: `(*batch, S, A)`. Values on masked pairs are ignored. Numbers of lower
-                precision than the MDP's are converted, and their gradients converted back.
+            cumulative_loss: `(*batch, S, A)`. Values on masked pairs are ignored. Numbers of
+                another precision than the MDP's are converted, and their gradients converted back.
             t: the episode, at least 1: a number, or a tensor that broadcasts against `batch`. It
                 may be left out if no schedule in the regularizer depends on it.
             warm_start: an occupancy measure to start from, positive on every pair; for example the
@@ -193,11 +194,13 @@ class FTRLStep(Frozen):
         t = self.episode(t) if t is None else t
         budgets = self.constraints if constraints is None else constraints
         if torch.compiler.is_compiling():
-            given = {"mdp": mdp, "constraints": budgets, "multipliers": multipliers}
             cumulative_loss = graph.promote(cumulative_loss, self.mdp)
-            return graph.solve_in_graph(self, cumulative_loss, t, warm_start, check, given)
+            given = (warm_start, mdp, check, budgets, multipliers)
+            return graph.solve_in_graph(self, cumulative_loss, t, *given)
         autocast = False
-        if getattr(cumulative_loss, "dtype", None) is not torch.float64:
+        if getattr(cumulative_loss, "dtype", None) is not self.mdp.dtype or (
+            self.mdp.dtype is not torch.float64
+        ):
             cumulative_loss = graph.promote(cumulative_loss, self.mdp)
             autocast = graph.autocasts(cumulative_loss)
         if autocast or torch.is_inference_mode_enabled():
@@ -208,18 +211,8 @@ class FTRLStep(Frozen):
                 warm_start,
                 multipliers,
             )
-        if budgets is not None:
-            _check_kind(budgets)
-            if warm_start is not None and self.in_logs:
-                # A q that underflowed is no start for the search; the interior point is.
-                empty = ((warm_start == 0) & self.mdp.actions).any(-1).any(-1)
-                warm_start = torch.where(over(empty, 2), self.interior, warm_start)
-            prepared = self._prepare(cumulative_loss, t, warm_start, mdp, None)
-            engine = self._compiled if mdp is None and not prepared[0].probabilities else None
-            return solve_with_budgets(
-                self, engine, prepared, -cumulative_loss, budgets, multipliers, check
-            )
-        return self.solve_at(None, cumulative_loss, t, warm_start, mdp, check)
+        given = (warm_start, mdp, check, budgets, multipliers)
+        return self.solve_at(None, cumulative_loss, t, *given)
 
     def episode(self, t: Tensor | float | None) -> Tensor | float:
         """Return t, or 1 if t is None and nothing depends on it.
@@ -242,8 +235,21 @@ class FTRLStep(Frozen):
         warm_start: Tensor | None,
         mdp: LayeredMDP | None = None,
         check: bool = True,
+        budgets: Budgets | None = None,
+        multipliers: Tensor | None = None,
     ) -> Solution:
-        """Solve the step without budgets, at these parameters of `Evaluator` or its own."""
+        """Solve the step at these parameters of `Evaluator` or its own."""
+        if budgets is not None:
+            _check_kind(budgets)
+            if warm_start is not None and self.in_logs:
+                # A q that underflowed is no start for the search; the interior point is.
+                empty = ((warm_start == 0) & self.mdp.actions).any(-1).any(-1)
+                warm_start = torch.where(over(empty, 2), self.interior, warm_start)
+            prepared = self._prepare(cumulative_loss, t, warm_start, mdp, parameters)
+            engine = self._compiled if mdp is None and not prepared[0].probabilities else None
+            return solve_with_budgets(
+                self, engine, prepared, -cumulative_loss, budgets, multipliers, check
+            )
         given = (cumulative_loss, t, warm_start, mdp, parameters)
         if inside_transform():  # there, control flow cannot depend on the result
             return self._solve_in_torch(*given, check=check)
@@ -268,6 +274,10 @@ class FTRLStep(Frozen):
             solution = solution.merge(again, again.converged & ~solution.converged)
         report(check, solution)
         return solution
+
+    def pull_back(self, *given: Any) -> list[Tensor] | None:
+        """Return `CompiledStep.pull_back`, if it can be computed."""
+        return None if self._compiled is None else self._compiled.pull_back(*given)
 
     def _solve_in_torch(self, loss: Tensor, *given: Any, check: bool) -> Solution:
         setting, start, rank = self._prepare(loss, *given)
@@ -359,13 +369,6 @@ def _check_parts(mdp: LayeredMDP, regularizer: Regularizer, constraints: Budgets
                 "override pair, rest, state or complement"
             )
     regularizer.check_places(mdp)
-
-
-def _schedules_of(regularizer: Regularizer) -> Iterator[str]:
-    """Yield the names of schedules that depend on t."""
-    for module in regularizer.modules():
-        if isinstance(module, Schedule) and module.depends_on_t:
-            yield type(module).__name__
 
 
 def _check_kind(constraints: Any) -> None:

@@ -231,22 +231,19 @@ def rejoin(mdp: LayeredMDP, v: Tensor) -> Tensor:
 
 # -- Damped Newton iterations on the manifold of occupancy measures --------------------------------
 #
-# Minimize ⟨q, loss⟩ + psi_t(q) over Omega. Three ideas keep it accurate for the large losses and
-# small occupancies of long runs:
+# Three ideas keep it accurate for the large losses and small occupancies of long runs:
 #
-# - **Shaping.** Adding E'v to the loss does not change the solution. So the loss is first replaced
-# by the gaps of its optimal policy, which are non-negative, and zero at every best action. Then no
-# large numbers cancel (torch_occ.step.newton). The gradient is treated in the same way: where one
-# pair takes nearly all of a layer, its slope in 1 - q is huge. This slope is subtracted from all
-# pairs of the layer, which changes the objective only by a constant. - **Step length by relative
-# change.** All elementary terms satisfy |x f'''(x)| <= 2 f''(x), with f'' decreasing. If no
-# argument of psi falls by more than the fraction rho along the Newton step, then the step of length
-# 1/(1 + rho) decreases the objective, from every start. For rho <= 1/2 the full step does. No
-# function values are compared, so rounding errors do not matter. For other regularizers the slope
-# at the end of the step is checked: where the objective rises steeply, the step is shortened. -
-# **Retraction.** Each iterate is replaced by the occupancy of its own policy, q -> pi -> q, by
-# additions of positive numbers only. So the flow constraints hold to the last digit in every state,
-# however rarely it is visited.
+# - **Shaping**, as above. The gradient is treated in the same way: where one pair takes nearly all
+#   of a layer, its slope in 1 - q is huge. This slope is subtracted from all pairs of the layer,
+#   which changes the objective only by a constant.
+# - **Step length by relative change.** All elementary terms satisfy |x f'''(x)| <= 2 f''(x), with
+#   f'' decreasing. If no argument of psi falls by more than the fraction rho along the Newton step,
+#   then the step of length 1/(1 + rho) decreases the objective, from every start. For rho <= 1/2
+#   the full step does. No function values are compared, so rounding errors do not matter. For other
+#   regularizers the slope at the end is checked: where it rises steeply, the step is shortened.
+# - **Retraction.** Each iterate is replaced by the occupancy of its own policy, q -> pi -> q, by
+#   additions of positive numbers only. So the flow constraints hold to the last digit in every
+#   state, however rarely it is visited.
 #
 # The iteration stops when no pair changes by more than sqrt(eps) relative to itself. Newton's
 # method squares the error, so only rounding errors are left after the last step.

@@ -84,9 +84,14 @@ class Solution(NamedTuple):
     value: Tensor  # (*batch, S), the multipliers v of the flow constraints
     # (*batch, 5), read by the properties below. One tensor, because making five costs time.
     certificate: Tensor
-    backend: str = "torch"  # "torch" or "engine", the backend that solved it
+    compiled: bool = False  # whether the engine solved it
     multipliers: Tensor | None = None  # (*batch, m), of the budgets; None without budgets
     slack: Tensor | None = None  # (*batch, m), limits minus expected costs; None without budgets
+
+    @property
+    def backend(self) -> str:
+        """The backend that solved it, "torch" or "engine"."""
+        return "engine" if self.compiled else "torch"
 
     @property
     def status(self) -> Tensor:
@@ -146,7 +151,7 @@ class Solution(NamedTuple):
             torch.where(over(where, mine.dim() - where.dim()), theirs, mine)
             for mine, theirs in zip(self[:3], other[:3], strict=True)
         )
-        return Solution(q, value, certificate, self.backend)
+        return Solution(q, value, certificate, self.compiled)
 
 
 class Certified(Protocol):
@@ -267,8 +272,9 @@ class Budgets(nn.Module):
                 "limits: expected one limit per budget and at least one budget, got "
                 f"{limits.shape[-1]} limits for {costs.shape[-3]} rows of costs"
             )
-        wrong = (~limits.isfinite()).nonzero()
-        if len(wrong):
+        # Inside a graph, values are checked when the operator makes its own budgets.
+        hidden = torch.compiler.is_compiling()
+        if not hidden and len(wrong := (~limits.isfinite()).nonzero()):
             raise ValueError(
                 f"limits: entry {tuple(wrong[0].tolist())} is {float(limits[tuple(wrong[0])])}; "
                 "expected a finite number. Leave out a budget that has no limit"

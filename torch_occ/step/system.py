@@ -18,6 +18,7 @@ has kappa = 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple, Protocol
@@ -170,15 +171,8 @@ class Swept(NamedTuple):
         return self.du.abs() + self.within.abs().sum(-1)
 
 
-class Sweeps(Protocol):
-    """An implementation of the two sweeps."""
-
-    def sweep(self, z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
-        """Run both sweeps for z `(*batch, S)`, x `(*batch, S, A)` and r `(*batch, S)`.
-
-        None stands for zero.
-        """
-        ...
+#: Both sweeps for z `(*batch, S)`, x `(*batch, S, A)` and r `(*batch, S)`; None stands for zero.
+Sweep = Callable[[Tensor, Tensor | None, Tensor | None], Swept]
 
 
 class TorchSweeps:
@@ -217,7 +211,7 @@ class ConjugateGradients:
     def __init__(self, states: States, flow: LayeredFlow, visits: Tensor) -> None:
         self.states, self.flow, self.visits = states, flow, visits
         self.root = states.kappa.sqrt()
-        self.sweep = sweeps_of(states, flow).sweep
+        self.sweep = sweep_of(states, flow)
         # A residual y corresponds to an error of y / root in du. States with kappa = 0 have none.
         self.unit = torch.where(states.kappa > 0, self.root * visits, torch.inf)  # (*batch, S)
         self.iterations = 0
@@ -291,13 +285,14 @@ class ConjugateGradients:
         return y
 
 
-def sweeps_of(states: States, flow: LayeredFlow) -> Sweeps:
+def sweep_of(states: States, flow: LayeredFlow) -> Sweep:
     """Return the compiled sweeps where they apply and Numba is installed, else those in torch."""
     if isinstance(states, SeparableStates) and flow.mdp.is_sparse and _has_numba():
         compiled = later("step.compiled")
         if compiled.applies(flow.mdp):
-            return compiled.CompiledSweeps(states, flow.mdp)
-    return TorchSweeps(states, flow)
+            sweep: Sweep = compiled.CompiledSweeps(states, flow.mdp).sweep
+            return sweep
+    return TorchSweeps(states, flow).sweep
 
 
 @cache
@@ -316,7 +311,7 @@ def _largest(residual: Tensor, unit: Tensor) -> Tensor:
 # for the step dq `(*batch, S, A)` and the multipliers v `(*batch, S)`. H is block-diagonal over
 # states, except for joint regularizers.
 #
-# **One state.** torch_occ.step.system eliminates the actions of a state and leaves (R, p, kappa).
+# **One state.** Its actions are eliminated, which leaves (R, p, kappa).
 #
 # **All states.** Let du be the change of q(s), K = diag(kappa), P_p the transition matrix under p,
 # and Q = P' R P the covariance of the next state under R. Eliminating the actions leaves
@@ -330,9 +325,10 @@ def _largest(residual: Tensor, unit: Tensor) -> Tensor:
 # has to be factored. It is symmetric. Its eigenvalues are at least 1, and in practice at most a few
 # dozen, whatever the scale of q. There are three methods:
 #
-# - Small MDPs form M and factor it. - Wide and sparse MDPs only apply M, in conjugate gradients
-# (torch_occ.step.system). - Others proceed layer by layer, as in a Kalman filter. Y_k is the
-# covariance that arrives in layer k, and K_k the information there:
+# - Small MDPs form M and factor it.
+# - Wide and sparse MDPs only apply M, in conjugate gradients.
+# - Others proceed layer by layer, as in a Kalman filter. Y_k is the covariance that arrives in
+#   layer k, and K_k the information there:
 #
 #       Yhat_k = (Y_k^-1 + K_k)^-1,        Y_{k+1} = Q_{k+1} + P_p' Yhat_k P_p.
 

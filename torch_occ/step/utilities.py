@@ -8,7 +8,7 @@ features z = G q solve m equations,
     r(z) = z - G q(F'(z)) = 0,        q(y) = solution of the step for the loss L + G'y,
 
 with the Jacobian J = I + M F''(z), M = G Pi G', where -Pi is the derivative of q with respect to
-the loss (torch_occ.step.linearization). M and F'' are positive semidefinite, so J is invertible,
+the loss (torch_occ.step.implicit). M and F'' are positive semidefinite, so J is invertible,
 and damped Newton steps, which shorten J^-1 r, find z.
 
 **Steep F.** If prices move by more than psi can answer, q jumps between vertices of Omega. Then
@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_occ.mdp.checks import broadcast
+from torch_occ.step.budgets import raised
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.step.linearization import Linearization
+from torch_occ.step.implicit import Linearization
 from torch_occ.step.solution import Solution, Status, over, report
 
 #: Outer steps at one share of F, halvings of one step, and shares of F.
@@ -37,8 +38,6 @@ _STEPS, _HALVINGS, _SHARES = 40, 12, 300
 _LOST = 1e-6
 #: The error of q that counts as solved, in tolerances of the step: a steep F amplifies rounding.
 _SLACK = 25.0
-#: Linear systems take a q of at least this; entropies underflow.
-_TINY = 1e-200
 
 
 class UtilitySolution(NamedTuple):
@@ -54,35 +53,25 @@ class UtilitySolution(NamedTuple):
 
 
 class _FeaturePoint(NamedTuple):
-    """Where the outer iteration stands: features, s F' and s F'' there, the step, and r."""
+    """Where the outer iteration stands: features, s F' and s F'', the step, and its response."""
 
+    inner: Solution
     z: Tensor  # (*batch, m), NaN outside the domain of F
     y: Tensor  # (*batch, m)
     curvature: Tensor  # (*batch, m, m)
-    inner: Solution
     r: Tensor  # (*batch, m)
+    M: Tensor  # (*batch, m, m)
+    J: Tensor  # (*batch, m, m), the identity where it is not finite
+    dz: Tensor  # (*batch, m), the full outer step
+    error: Tensor  # (*batch,), of q; infinite where the step failed
 
     def merge(self, other: _FeaturePoint, where: Tensor) -> _FeaturePoint:
         """Return `other` at the elements given by `where` `(*batch,)`, this one elsewhere."""
-        z, y, curvature, r = (
+        tensors = (
             torch.where(over(where, mine.dim() - where.dim()), theirs, mine)
-            for mine, theirs in (
-                (self.z, other.z),
-                (self.y, other.y),
-                (self.curvature, other.curvature),
-                (self.r, other.r),
-            )
+            for mine, theirs in zip(self[1:], other[1:], strict=True)
         )
-        return _FeaturePoint(z, y, curvature, self.inner.merge(other.inner, where), r)
-
-
-class _Linearized(NamedTuple):
-    """The derivatives at a point, and the error of q there."""
-
-    M: Tensor  # (*batch, m, m)
-    J: Tensor  # (*batch, m, m)
-    dz: Tensor  # (*batch, m), the full outer step
-    error: Tensor  # (*batch,)
+        return _FeaturePoint(self.inner.merge(other.inner, where), *tensors)
 
 
 class UtilityStep(nn.Module):
@@ -151,22 +140,21 @@ class UtilityStep(nn.Module):
         """
         search = _FeatureSearch(self, cumulative_loss.detach(), t)
         point, steps = search.newton(search.at(search.first, 1.0), 1.0)
-        lost = ~(search.linearize(point).error <= _LOST)
+        lost = ~(point.error <= _LOST)
         if bool(lost.any()):
             again, more = search.follow(lost)
             point, steps = point.merge(again, lost), steps + torch.where(lost, more, 0)
-        linear = search.linearize(point)
         q, z, y = point.inner.q, point.z, point.y
         if torch.is_grad_enabled():
             # Differentiable outer steps. The numbers do not change, but for rounding.
-            J, G = _finite(linear.J), torch.where(self.step.mdp.actions, self.features, 0.0)
+            G = torch.where(self.step.mdp.actions, self.features, 0.0)
             for last in (False, False, True):
                 y = search.slopes(z)[0]
                 priced = cumulative_loss + (over(y, 2) * G).sum(-3)
                 q = self.step.solve(priced, t, check=False).q
                 found = (G * q.unsqueeze(-3)).sum((-2, -1))
-                z = found if last else z - torch.linalg.solve(J, z - found)
-        error = torch.maximum(linear.error, point.inner.dual_residual)
+                z = found if last else z - torch.linalg.solve(point.J, z - found)
+        error = torch.maximum(point.error, point.inner.dual_residual)
         status = point.inner.status
         failed = (status == Status.CONVERGED) & ~(error <= _SLACK * search.tolerance)
         status = torch.where(failed, int(Status.STALLED), status)
@@ -220,7 +208,7 @@ class _FeatureSearch:
 
     @torch.no_grad()
     def at(self, z: Tensor, share: float) -> _FeaturePoint:
-        """Solve the step for the prices of a share of F at z."""
+        """Solve the step for the prices of a share of F at z, and linearize there."""
         y, curvature = self.slopes(z, curved=True)
         y, curvature = share * y.detach(), share * curvature
         inside = torch.isfinite(y).all(-1) & torch.isfinite(curvature).all((-2, -1))
@@ -228,23 +216,21 @@ class _FeatureSearch:
         z = torch.where(over(inside, 1), z, torch.nan)
         priced = self.loss + (over(y, 2) * self.G).sum(-3)
         inner = self.step.solve(priced, self.t, check=False)
-        return _FeaturePoint(z, y, curvature, inner, z - self.gather(inner.q))
-
-    @torch.no_grad()
-    def linearize(self, point: _FeaturePoint) -> _Linearized:
-        """Return the derivatives at a point; the error is infinite where the step failed."""
-        mdp, q, batch = self.step.mdp, point.inner.q, point.z.shape[:-1]
-        q = torch.where(mdp.actions, q.clamp(min=_TINY), 0.0)
+        q, r, exists = raised(inner.q), z - self.gather(inner.q), self.step.mdp.actions
         t = torch.as_tensor(1.0 if self.t is None else self.t, dtype=q.dtype, device=q.device)
+        batch = z.shape[:-1]
         rows = self.G.expand(*batch, *self.G.shape[-3:]).movedim(-3, 0)
-        answer = Linearization(self.step, q, t.expand(batch)).apply(rows).movedim(0, -3)
+        at = Linearization(self.step, torch.where(exists, q, 0.0), t.expand(batch))
+        answer = at.apply(rows).movedim(0, -3)
         M = self.G.flatten(-2) @ answer.flatten(-2).mT
-        J = torch.eye(M.shape[-1], dtype=q.dtype, device=q.device) + M @ point.curvature
-        dz = -torch.linalg.solve(_finite(J), point.r)
-        dy = (point.curvature @ dz.unsqueeze(-1)).squeeze(-1)
-        change = (over(dy, 2) * answer).sum(-3).abs() / torch.where(mdp.actions, q, 1.0)
-        good = point.inner.converged & torch.isfinite(J).all((-2, -1))
-        return _Linearized(M, J, dz, torch.where(good, change.amax((-2, -1)), torch.inf))
+        J = torch.eye(M.shape[-1], dtype=q.dtype, device=q.device) + M @ curvature
+        good = inner.converged & torch.isfinite(J).all((-2, -1))
+        J = _finite(J)
+        dz = -torch.linalg.solve(J, r)
+        dy = (curvature @ dz.unsqueeze(-1)).squeeze(-1)
+        change = (over(dy, 2) * answer).sum(-3).abs() / torch.where(exists, q, 1.0)
+        error = torch.where(good, change.amax((-2, -1)), torch.inf)
+        return _FeaturePoint(inner, z, y, curvature, r, M, J, dz, error)
 
     @torch.no_grad()
     def newton(self, point: _FeaturePoint, share: float) -> tuple[_FeaturePoint, Tensor]:
@@ -252,16 +238,15 @@ class _FeatureSearch:
         steps = torch.zeros(point.z.shape[:-1], dtype=torch.long, device=point.z.device)
         running = torch.ones_like(steps, dtype=torch.bool)
         for _ in range(_STEPS):
-            linear = self.linearize(point)
-            running = running & ~(linear.error <= self.tolerance / 4)
-            todo, length = running, torch.ones_like(linear.error)
-            before = linear.dz.norm(dim=-1)
+            start, todo = point, running & ~(point.error <= self.tolerance / 4)
+            running, length = todo, torch.ones_like(point.error)
+            before = start.dz.norm(dim=-1)
             for _ in range(_HALVINGS):
                 if not bool(todo.any()):
                     break
-                z = torch.where(over(todo, 1), point.z + over(length, 1) * linear.dz, point.z)
+                z = torch.where(over(todo, 1), point.z + over(length, 1) * start.dz, point.z)
                 trial = self.at(z, share)
-                after = torch.linalg.solve(_finite(linear.J), trial.r).norm(dim=-1)
+                after = torch.linalg.solve(start.J, trial.r).norm(dim=-1)
                 better = todo & (after <= (1 - length / 4) * before) & trial.inner.converged
                 point = point.merge(trial, better)
                 todo, length = todo & ~better, length / 2
@@ -274,23 +259,22 @@ class _FeatureSearch:
     def follow(self, only: Tensor) -> tuple[_FeaturePoint, Tensor]:
         """Solve for a growing share of F, until the elements in `only` have all of it."""
         start = self.at(self.first, 0.0)
-        answer = self.linearize(start)
         prices = self.slopes(self.first)[0].detach()
-        move = (answer.M @ prices.unsqueeze(-1)).abs().amax((-2, -1))
+        move = (start.M @ prices.unsqueeze(-1)).abs().amax((-2, -1))
         reach = self.G.abs().amax((-3, -2, -1)) + self.first.abs().amax(-1)
-        share = min(1.0, float((0.1 * reach / move.clamp(min=_TINY))[only].min()))
+        share = min(1.0, float((0.1 * reach / move.clamp(min=1e-200))[only].min()))
         point, total = self.newton(self.at(self.first, share), share)
         ratio = 10.0
         for _ in range(_SHARES):
             if share >= 1.0 or ratio < 1.01:
                 break
-            linear, new = self.linearize(point), min(1.0, share * ratio)
+            new = min(1.0, share * ratio)
             # The derivative of z by log s
-            dz = -torch.linalg.solve(_finite(linear.J), (linear.M @ point.y.unsqueeze(-1))[..., 0])
+            dz = -torch.linalg.solve(point.J, (point.M @ point.y.unsqueeze(-1))[..., 0])
             log = torch.tensor(new / share, dtype=dz.dtype).log()
             trial, steps = self.newton(self.at(point.z + log * dz, new), new)
             total = total + steps
-            if bool((self.linearize(trial).error <= _LOST)[only].all()):
+            if bool((trial.error <= _LOST)[only].all()):
                 point, share, ratio = trial, new, min(2 * ratio, 100.0)
             else:
                 ratio = ratio**0.5
@@ -300,7 +284,7 @@ class _FeatureSearch:
 def _is_concave(point: _FeaturePoint) -> Tensor:
     """Return whether F has a negative curvature at a point, beyond rounding errors, `(*batch,)`."""
     least, most = torch.linalg.eigvalsh(_finite(point.curvature)).aminmax(dim=-1)
-    rounding = point.y.abs().amax(-1) / point.z.abs().amax(-1).clamp(min=_TINY)
+    rounding = point.y.abs().amax(-1) / point.z.abs().amax(-1).clamp(min=1e-200)
     return least < -1e-9 * most.abs() - 1e-9 * rounding
 
 
