@@ -1,10 +1,14 @@
 """The scripts from the command line, in their smallest configuration."""
 
 import csv
+import json
 
 import pytest
+from documents import ROOT
 from scripts import PNG, only_directory, run
 
+import torch_occ as occ
+from experiments import benchmark
 from experiments.benchmark import measure_batches, measure_long, measure_loop
 from experiments.common import seconds
 from experiments.contestants import CONTESTANTS, Case, Limits, cells, measure_cell
@@ -70,6 +74,25 @@ def test_benchmark(tmp_path):
         assert float(row["residual_q"]) < 1e-9
         assert float(row["forward"]) > 0
         assert (row["backward"] == "") == (row["contestant"] != "torch_occ")
+
+
+def test_a_release_is_recorded_and_drawn_with_the_earlier_ones(tmp_path, monkeypatch):
+    for name in ("measure_calls", "measure_batches", "measure_loop", "measure_compiling"):
+        monkeypatch.setattr(benchmark, name, lambda *_, **__: dict.fromkeys(benchmark.SHOWN, 1.234))
+    (tmp_path / "0.0.9.json").write_text(
+        json.dumps({"version": "0.0.9", "measured": dict.fromkeys(benchmark.SHOWN, 2.0)})
+    )
+    benchmark.main(benchmark.Args(record=tmp_path))
+    written = json.loads((tmp_path / f"{occ.__version__}.json").read_text())
+    assert written["measured"] == dict.fromkeys(benchmark.SHOWN, 1.23)
+    assert (tmp_path / "releases.png").read_bytes().startswith(PNG)
+    (axes,) = benchmark.draw_releases(tmp_path).axes
+    assert [x.get_text() for x in axes.get_xticklabels()] == ["0.0.9", occ.__version__]
+    assert {tuple(line.get_ydata()) for line in axes.lines} == {(1.0, 0.615)}
+
+
+def test_this_release_is_recorded():
+    assert benchmark.releases(ROOT / "docs" / "speed")[-1].stem == occ.__version__
 
 
 # -- the benchmark's rules ------------------------------------------------------------------------

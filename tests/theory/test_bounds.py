@@ -116,15 +116,6 @@ def test_the_stochastic_bound_by_hand():
         assert found == pytest.approx(best_z, rel=1e-5)
 
 
-def test_no_gap_no_bound():
-    mdp = bandit(2)
-    gap = theory.gaps(mdp, torch.full((1, 2), 0.5, dtype=F64))
-    assert float(theory.minimal_gap(mdp, gap, one_hot(mdp, 0))) == 0
-    parameters = theory.Parameters.paper(mdp)
-    found = theory.stochastic_bound(mdp, parameters, gap, one_hot(mdp, 0), number(100))
-    assert float(found) == math.inf
-
-
 # -- slips -----------------------------------------------------------------------------------------
 
 

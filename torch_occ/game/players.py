@@ -147,8 +147,7 @@ class EnginePlayer:
         state = state_rows(self.form, self.learner.state)
         over_time = {name: f(run.t, run.t + 1 + n) for name, f in self.over_time.items()}
         # A copy `(N or 1, n or 1, S * A)`, because the kernel may write to it.
-        charged = means.flatten(-2).transpose(0, 1).clone(memory_format=torch.contiguous_format)
-        charged = charged.numpy()
+        charged = np.array(means.flatten(-2).transpose(0, 1).numpy(), order="C")
         alike = len(charged) == 1 and not self.reacts
         if not alike:
             charged = pack(np.repeat(charged, count // len(charged), 0), lanes)
@@ -188,8 +187,8 @@ class EnginePlayer:
 
         begun, calls = time.monotonic(), -(-count // each)
         for_each(play_group, calls)
-        for groups, rows in ((totals, sums), (states, state)):
-            for name, x in rows.items():
+        for groups, flat in ((totals, sums), (states, state)):
+            for name, x in flat.items():
                 unpack(groups[name], x)
         run.t += n
         run.since += n

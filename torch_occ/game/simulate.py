@@ -252,7 +252,8 @@ class TorchPlayer:
             states.append(state)
             actions.append(action)
             suffered.append(loss)
-        return Feedback(*(torch.stack(x, -1) for x in (states, actions, suffered)), table)
+        seen = [torch.stack(x, -1) for x in (states, actions, suffered)]
+        return Feedback(seen[0], seen[1], seen[2], table)
 
 
 def choose_player(
