@@ -72,6 +72,21 @@ def inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def refuse_compiled_derivatives() -> None:
+    """Refuse torch.func.grad, vjp and jvp inside torch.compile, whose message shows its inside."""
+    kinds = torch._C._functorch.TransformType
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    if any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack):
+        raise NotImplementedError(
+            "torch.compile: torch.func.grad, vjp and jvp of a step are not compiled; call them "
+            "without torch.compile, or compile the step alone and use torch.autograd.grad"
+        )
+
+
+#: What torch.compiler.assume_constant_result does, which imports torch's compiler at once.
+refuse_compiled_derivatives._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def carries_derivative(x: Tensor) -> bool:
     """Whether autograd, forward mode or an enclosing transform may differentiate in x."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)

@@ -29,7 +29,6 @@ from torch_occ.engine.layout import (
     make_work,
 )
 from torch_occ.engine.linear import sweep_all
-from torch_occ.engine.newton import SMALLEST
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import SparseLayer
@@ -37,8 +36,8 @@ from torch_occ.regularizers.derivatives import Evaluator
 from torch_occ.regularizers.terms import Factor
 from torch_occ.step import arrays
 from torch_occ.step.arrays import MDPArrays, number, plain, rows, tabulate
-from torch_occ.step.entropic import poison, push_forward
-from torch_occ.step.implicit import Setting, Stationarity, solve_setting
+from torch_occ.step.entropic import poison
+from torch_occ.step.implicit import Setting, solve_setting
 from torch_occ.step.solution import (
     Options,
     Solution,
@@ -142,8 +141,6 @@ class Follow(torch.autograd.Function):
         ctx.origin, ctx.numbers = origin, [None if isinstance(x, Tensor) else x for x in inputs]
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         ctx.save_for_backward(q, loss, *tensors)
-        if private.in_forward_mode():
-            ctx.save_for_forward(q, loss, *tensors)
         ctx.set_materialize_grads(False)
         return q, v
 
@@ -154,71 +151,21 @@ class Follow(torch.autograd.Function):
         if q_bar is None and v_bar is None:  # as after the envelope theorem (torch_occ.learning)
             return None, *[None] * len(needed)
         private.refuse_batched_derivatives(q_bar, v_bar)
-        q, loss, *inputs = _saved(ctx)
+        q, loss, *tensors = ctx.saved_tensors
+        saved = iter(tensors)
+        inputs = [next(saved) if x is None else x for x in ctx.numbers]
         again = torch.is_grad_enabled() or private.in_forward_mode()  # this is differentiated, too
-        if again or origin.has_dead:
-            with torch.enable_grad():
-                bars = _differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
-            return None, *(x if x is None or again else x.detach() for x in bars)
-        return None, *origin.pull_back(q, loss, inputs, needed, (q_bar, v_bar))
-
-    @staticmethod
-    def jvp(ctx: Any, _origin: None, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
-        origin: Origin = ctx.origin
-        private.refuse_batched_derivatives(*tangents)
-        q, loss, *inputs = _saved(ctx)
-        step, mdp, v = origin.step, origin.world.mdp, torch.from_numpy(origin.v).view(q.shape[:-1])
-        first = 0 if origin.has_dead else 1  # the loss needs no function then
-        moving = [i for i, x in enumerate(tangents) if i >= first and x is not None]
-
-        def again(*moved: Tensor) -> tuple[Tensor, Tensor]:
-            given = [loss, *inputs]
-            for i, x in zip(moving, moved, strict=True):
-                given[i] = x
-            if origin.has_dead:
-                return step.replay(mdp, q, given[0], given[1:])
-            setting = step.setting(mdp, given[1:])
-            # The same floor as in torch_occ.engine.newton.floor_pairs.
-            at = torch.where(mdp.actions, q.clamp(min=SMALLEST), 0.0)
-            return Stationarity(setting, step.options, None).operator(
-                (at, v), setting.align(q.dim() - 2)
-            )
-
-        x, r = torch.zeros_like(q), None
-        if moving:
-            at, along = [(loss, *inputs)[i] for i in moving], [tangents[i] for i in moving]
-            x, r = push_forward(again, at, along)
-            if origin.has_dead:
-                return origin.poison(q, x, r)
-            r = -r
-        x = x if tangents[0] is None else x + tangents[0]
-        return step.tensors(origin.batch, *origin.linear(q, x, r)[:2])
-
-
-def _saved(ctx: Any) -> list[Any]:
-    """Return q, the loss, and the other inputs."""
-    q, loss, *tensors = ctx.saved_tensors
-    rest = iter(tensors)
-    return [q, loss, *(next(rest) if x is None else x for x in ctx.numbers)]
-
-
-def _differentiably(
-    origin: Origin,
-    q: Tensor,
-    inputs: Sequence[Any],
-    needed: Sequence[bool],
-    q_bar: Tensor | None,
-    v_bar: Tensor | None,
-) -> list[Tensor | None]:
-    """Run the backward pass in differentiable operations."""
-    q_bar = torch.zeros_like(q) if q_bar is None else q_bar
-    v_bar = torch.zeros_like(q[..., 0]) if v_bar is None else v_bar
-    again = origin.step.replay(origin.world.mdp, q, inputs[0], inputs[1:])
-    wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
-    bars = origin.poison(q, q_bar, v_bar)
-    grads = torch.autograd.grad(again, wanted, bars, create_graph=True, allow_unused=True)
-    found = iter(grads)
-    return [next(found) if need else None for need in needed]
+        if not (again or origin.has_dead):
+            return None, *origin.pull_back(q, loss, inputs, needed, (q_bar, v_bar))
+        q_bar = torch.zeros_like(q) if q_bar is None else q_bar
+        v_bar = torch.zeros_like(q[..., 0]) if v_bar is None else v_bar
+        with torch.enable_grad():
+            solved = origin.step.replay(origin.world.mdp, q, loss, *inputs)
+            wanted = [x for x, need in zip((loss, *inputs), needed, strict=True) if need]
+            options = {"create_graph": again, "allow_unused": True}
+            bars = origin.poison(q, q_bar, v_bar)
+            found = iter(torch.autograd.grad(solved, wanted, bars, **options))
+        return None, *(next(found) if need else None for need in needed)
 
 
 # -- The engine of `FTRLStep`: compiled solves of a batch of problems ------------------------------
@@ -322,9 +269,10 @@ class CompiledStep:
             self._complain(world, loss, t, start)
             return None
         followed = (loss, *inputs, *world.tensors)
-        if private.in_forward_mode() or (
-            torch.is_grad_enabled()
-            and any(isinstance(x, Tensor) and x.requires_grad for x in followed)
+        if private.in_forward_mode():
+            found = self.replay(world.mdp, self.tensors(batch, q, v)[0], *followed)
+        elif torch.is_grad_enabled() and any(
+            isinstance(x, Tensor) and x.requires_grad for x in followed
         ):
             solved = (q, v, certificate, batch, converged)
             found = Follow.apply(Origin(self, world, values, numbers, terms, *solved), *followed)
@@ -580,25 +528,21 @@ class CompiledStep:
     # -- on the torch path -------------------------------------------------------------------------
 
     def replay(
-        self, mdp: LayeredMDP, q: Tensor, loss: Tensor, inputs: Sequence[Any]
+        self, mdp: LayeredMDP, q: Tensor, loss: Tensor, *inputs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return (q, v) in differentiable operations, starting from the solution q.
+        """Return (q, v) in differentiable operations of torch, starting from the solution q.
 
         Args:
             inputs: t and the parameters, followed by the probabilities if they are differentiated.
         """
-        setting, rank = self.setting(mdp, inputs), q.dim() - 2
-        given = (loss.expand_as(q), q.detach(), rank)
-        found = solve_setting(setting, self.options, *given, check=None)
-        return found.q, found.value
-
-    def setting(self, mdp: LayeredMDP, inputs: Sequence[Any]) -> Setting:
-        """Return psi_t over the MDP, with the inputs of `replay`."""
         count = 1 + len(self.slots)
         t, *parameters = (torch.as_tensor(x, dtype=torch.float64) for x in inputs[:count])
         differentiated = len(inputs) > count
         mdp = mdp.with_probabilities(*inputs[count:]) if differentiated else mdp
-        return Setting(mdp, self.evaluator, differentiated, t, tuple(parameters))
+        setting = Setting(mdp, self.evaluator, differentiated, t, tuple(parameters))
+        given = (loss.expand_as(q), q.detach(), q.dim() - 2)
+        found = solve_setting(setting, self.options, *given, check=None)
+        return found.q, found.value
 
 
 class CompiledSystem(NamedTuple):

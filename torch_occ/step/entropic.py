@@ -285,6 +285,7 @@ def settle(
     older = guess
     last = not bool((price > weight).any())
     guess, solution = _iterate(mdp, shaped, Entropy(level, price), guess, options, last)
+    found, lower = guess, level
     for _ in range(STAGES):
         if last:
             break
@@ -305,7 +306,10 @@ def settle(
         else:
             ratio, last = ratio**0.5, False
     solution.certificate[..., 1] += steps
-    return guess, solution
+    # When the stages run out, the solution may belong to a larger w.
+    status, there = solution.certificate[..., 0], (lower <= weight)[..., 0]
+    solution.certificate[..., 0] = torch.where(there, status, float(Status.MAX_STEPS))
+    return found, solution
 
 
 #: How often w is lowered, if kappa > w, and the largest number of Newton steps each time.

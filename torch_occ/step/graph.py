@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.fingerprints import fingerprints
-from torch_occ._support.private import outside_graphs, with_autograd
+from torch_occ._support.private import outside_graphs, refuse_compiled_derivatives, with_autograd
 from torch_occ.mdp.checks import as_tensor
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.step.solution import Budgets, Solution
@@ -115,6 +115,7 @@ def solve_in_graph(
     Raises:
         NotImplementedError: if the graph cannot be divided, in torch.export.
     """
+    refuse_compiled_derivatives()
     reason = None
     if mdp is not None or not check:
         name = "check=False" if mdp is None else "mdp"
