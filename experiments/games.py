@@ -85,7 +85,6 @@ def play_rounds(args: Args, name: str) -> dict[str, tuple[list[int], list[float]
     for label, make in full_information().items():
         history = occ.self_play(game, make, args.rounds, checkpoints=points)
         found[label] = (points, history.exploitability[0].tolist())
-        print(f"{name}: {label}: {history.final()}", flush=True)
     for label, kind in (("CFR", pyspiel.CFRSolver), ("CFR+", pyspiel.CFRPlusSolver)):
         solver, curve = kind(game.openspiel), []
         for t in range(1, args.rounds + 1):
@@ -93,7 +92,6 @@ def play_rounds(args: Args, name: str) -> dict[str, tuple[list[int], list[float]
             if t in points:
                 curve.append(pyspiel.exploitability(game.openspiel, solver.average_policy()))
         found[label] = (points, curve)
-        print(f"{name}: {label}: {curve[-1]:.4g}", flush=True)
     return found
 
 
@@ -110,7 +108,6 @@ def play_episodes(args: Args) -> dict[str, tuple[float, occ.games.GameHistory]]:
         make = bandit(args.episodes, best)[label]
         history = occ.self_play(kuhn, make, args.episodes, seeds, feedback="bandit")
         found[label] = (best, history)
-        print(f"bandit: {label}, factor {best:g}: {history.final()}", flush=True)
     return found
 
 
@@ -152,8 +149,7 @@ def main(args: Args) -> None:
     common.write_text(directory / "table.md", text)
     common.write_figure(directory / "games.png", draw(curves, histories))
     missing = ["a solver: CFR+ is ahead of FTRL", "large games, alternating updates, tuned rates"]
-    common.write_findings(directory, ["the exploitability of averages: table.md"], missing)
-    print(text)
+    common.write_findings(directory, [text], missing)
 
 
 if __name__ == "__main__":
