@@ -28,10 +28,7 @@ from torch_occ.mdp.occupancy import interior_point, policy_of
 
 
 class Match(Learner, Callback):
-    """Two learners that play a game, as one learner of an MDP without choices, for `simulate`.
-
-    It is also the callback that adds points to the curves.
-    """
+    """Two learners of a game as one learner of an MDP without choices, and what adds to curves."""
 
     def __init__(self, game: ExtensiveGame, learners: Sequence[Any], full: bool) -> None:
         super().__init__(LayeredMDP([torch.ones(1, 1, 1, dtype=torch.float64)]))
@@ -163,8 +160,7 @@ class MatchPlayer:
                 path = np.zeros((2, 1, match.paths[i].shape[1]), np.int64)
                 no = np.zeros((1, 1)), None, np.zeros((1, 1, 1, 3)), np.zeros((1, 0, 0))
                 seen = *path, path[0] * 1.0, np.zeros((1, 0))
-                times = 0, numbers.shape[1], run.t, 0, False
-                game = loop.Game(player.model, *no, *times, *seen)
+                game = loop.Game(player.model, *no, 0, 0, run.t, 0, False, *seen)
                 tally = loop.Tally(**{name: x[seed] for name, x in (shared | own[i]).items()})
                 work, fields = player.memory(seed, 1, None)
                 states, over = given[i]
