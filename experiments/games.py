@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyspiel
+import pyspiel  # type: ignore[import-not-found]
 import tyro
 
 import torch_occ as occ
