@@ -320,11 +320,7 @@ def numbers():
     return {name: (number, name) for name in CASES["model"]} | {
         "forecast": (forecasts, "bernoulli"),
         "forecast, phases": (forecasts, "constrained"),
-        "forecast, baseline": (
-            forecasts,
-            "bernoulli",
-            occ.ReducedVariance(occ.InverseSqrt(0.2)),
-        ),
+        "forecast, baseline": (forecasts, "bernoulli", occ.ReducedVariance(occ.InverseSqrt(0.2))),
         "leap, engine": (leaps,),
         "tune": (tuning,),
         "certificate": (certificate,),

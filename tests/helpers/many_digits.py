@@ -32,11 +32,7 @@ class Oracle:
     """F(q, v) = (grad psi + loss - E'v, E q - b) = 0 by Newton's method over Python lists."""
 
     def __init__(
-        self,
-        mdp: occ.LayeredMDP,
-        loss: Tensor,
-        theta: dict[str, float],
-        terms: str,
+        self, mdp: occ.LayeredMDP, loss: Tensor, theta: dict[str, float], terms: str
     ) -> None:
         self.pairs = [tuple(pair) for pair in mdp.actions.nonzero().tolist()]
         self.num_states = mdp.num_states
@@ -69,10 +65,7 @@ class Oracle:
         return [(0, {i: 1}) for i in range(len(self.pairs))]
 
     def root(
-        self,
-        coefficient: int,
-        exponents: dict[str, int],
-        rows: list[tuple[int, dict[int, int]]],
+        self, coefficient: int, exponents: dict[str, int], rows: list[tuple[int, dict[int, int]]]
     ) -> Term:
         slope, bend = lambda x: 1 / (2 * mp.sqrt(x)), lambda x: -1 / (4 * x * mp.sqrt(x))
         return Term(slope, bend, coefficient, {**exponents, "gamma": -1, "t": mpf(0.5)}, rows)
@@ -128,11 +121,7 @@ class Oracle:
         raise AssertionError("the oracle did not converge")
 
     def pull_back(
-        self,
-        q: list[mpf],
-        v: list[mpf],
-        q_bar: Tensor,
-        v_bar: Tensor,
+        self, q: list[mpf], v: list[mpf], q_bar: Tensor, v_bar: Tensor
     ) -> dict[str, object]:
         """The gradient of <q_bar, q> + <v_bar, v> in everything: K' m = z_bar, then - m . dF."""
         n = len(q)
