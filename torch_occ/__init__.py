@@ -94,6 +94,11 @@ from torch_occ.game.history import History as History
 from torch_occ.game.simulate import simulate as simulate
 from torch_occ.game.comparing import compare_learners as compare_learners
 
+# Games with imperfect information
+from torch_occ.games.tree import ExtensiveGame as ExtensiveGame
+from torch_occ.games.tree import dilated_entropy as dilated_entropy
+from torch_occ.games.play import self_play as self_play
+
 # Forecasts of the regret, and tuning
 from torch_occ.tuning.forecast import forecast as forecast
 from torch_occ.tuning.forecast import leap as leap

@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -74,6 +75,16 @@ def test_what_is_no_occupancy_measure_is_refused(name):
         occ.simulate(MDP, Proposes(bad), LOSSES, 5, (5, 9))
     for word in ["learner: q from Proposes.propose", "episode 4", *words]:
         assert word in str(caught.value), str(caught.value)
+
+
+def test_mass_on_an_action_that_does_not_exist_is_refused():
+    """In the last layer, no flow shows it."""
+    half = torch.full((1, 2), 0.5, dtype=torch.float64)
+    rows = torch.eye(2, 1, dtype=torch.float64)[None]
+    mdp = occ.LayeredMDP([rows], actions=torch.tensor([[True, False]]))
+    learner = type("Half", (occ.Learner,), {"propose": lambda self, t: half[None]})(mdp)
+    with pytest.raises(ValueError, match=r"action 1 is 0\.5; the state has no such action"):
+        occ.simulate(mdp, learner, occ.BernoulliLosses(half), 2)
 
 
 def test_a_q_of_moderate_accuracy_is_taken():
@@ -318,28 +329,18 @@ def test_the_callers_learner_is_left_alone(backend):
 
 @pytest.mark.parametrize("backend", ["torch", "engine"])
 def test_one_learner_serves_many_threads(backend):
-    learners = [occ.FTRL(MDP, occ.jin_luo(MDP, beta=0.5)), occ.FollowTheLeader(MDP)]
     episodes = 20 if backend == "torch" else 2000
-    for learner in learners:
-        expected = [
-            occ.simulate(MDP, learner, LOSSES, episodes, (seed,), backend=backend).regret
-            for seed in range(4)
-        ]
-        found, barrier = [None] * 4, threading.Barrier(4)
+    for learner in (occ.FTRL(MDP, occ.jin_luo(MDP, beta=0.5)), occ.FollowTheLeader(MDP)):
+        barrier = threading.Barrier(4)
 
-        def play(seed, learner=learner, found=found, barrier=barrier):
-            barrier.wait()
-            found[seed] = occ.simulate(
-                MDP, learner, LOSSES, episodes, (seed,), backend=backend
-            ).regret
+        def play(seed, learner=learner, wait=int):
+            wait()
+            return occ.simulate(MDP, learner, LOSSES, episodes, (seed,), backend=backend).regret
 
-        threads = [threading.Thread(target=play, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other)
+        expected = [play(seed) for seed in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            found = pool.map(lambda seed, p=play, b=barrier: p(seed, wait=b.wait), range(4))
+            assert all(map(torch.equal, found, expected))
 
 
 def test_a_learner_that_cannot_be_copied_is_named():

@@ -7,7 +7,7 @@ import torch
 from zoo import PROBLEMS, random_loss, trajectories
 
 import torch_occ as occ
-from torch_occ.mdp.occupancy import interior_point, occupancy
+from torch_occ.mdp.occupancy import occupancy
 
 PROBLEM = PROBLEMS["masked"]()
 MDP = PROBLEM.mdp
@@ -67,20 +67,6 @@ def test_implicit_exploration_is_biased_by_the_known_amount(bias):
     torch.testing.assert_close(mean, EXISTING * q / (q + bias), rtol=1e-13, atol=1e-14)
     assert float(estimates.max()) <= 1 / bias
     assert bool((mean <= EXISTING).all())
-
-
-def test_full_information_is_the_table():
-    _, estimates, mean = expectation(occ.FullInformation())
-    assert torch.equal(estimates, LOSS.expand_as(estimates))
-    torch.testing.assert_close(mean, LOSS)
-    assert occ.FullInformation.full_information
-    assert not occ.ImportanceWeighted.full_information
-
-
-def test_scatter_and_gather_are_inverse():
-    feedback, _ = all_feedback(interior_point(MDP))
-    values = torch.arange(feedback.losses.numel(), dtype=torch.float64).view_as(feedback.losses)
-    assert torch.equal(feedback.gather(feedback.scatter(values, feedback.table)), values)
 
 
 def test_bias_must_be_positive():

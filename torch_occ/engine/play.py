@@ -356,3 +356,69 @@ def index_drawn(shares: Floats, first: int, size: int, uniform: float) -> int:
         cumulative += shares[j]
         index += cumulative <= target
     return index
+
+
+# -- two learners in a game ------------------------------------------------------------------------
+
+
+class Side(NamedTuple):
+    """One player of a game for one seed; the game has Z ends."""
+
+    game: Game
+    tally: Tally
+    last: Ints  # (Z,), the last pair of the player before the end, or -1
+    path: Ints  # (Z, L), all of them, by layer, or -1
+    losses: Floats  # (Z,)
+    learner: Any
+    work: Work
+
+
+@kernel
+def play_both(odds: Floats, numbers: Floats, first: Side, second: Side) -> None:
+    """Play n episodes with uniform numbers `(n,)`; end z has the probability odds(z) q(z) q(z)."""
+    for t in range(len(numbers)):
+        move(t, first)
+        move(t, second)
+        end, rest = 0, min(numbers[t], 1 - 2.0**-50)
+        for z in range(len(odds)):
+            mass = odds[z] * chance_of(first, z) * chance_of(second, z)
+            if mass > 0.0:
+                end = z
+                if rest < mass:
+                    break
+                rest -= mass
+        learn(t, first, end)
+        learn(t, second, end)
+
+
+@routine(inline=True)
+def move(t: int, side: Side) -> None:
+    """Let a player propose, and add its strategy to the sum."""
+    propose(side.game, t, side.tally, side.learner, side.work)
+    occupy(side.game.model, side.tally.q, side.learner, side.work)
+    for i in range(len(side.tally.q)):
+        side.tally.cumulative_occupancy[1, i] += side.tally.q[i]
+    if (side.game.before + t + 1) % BLOCK == 0:
+        close_block(side.tally.cumulative_occupancy)
+
+
+@routine(inline=True)
+def chance_of(side: Side, end: int) -> float:
+    """q of the last pair before an end; 1 if there is none."""
+    return side.tally.q[side.last[end]] if side.last[end] >= 0 else 1.0
+
+
+@routine(inline=True)
+def learn(t: int, side: Side, end: int) -> None:
+    """Write the trajectory to an end, with the loss on the last pair, and observe."""
+    game, q = side.game, side.tally.q
+    for k in range(game.pairs.shape[1]):
+        pair = side.path[end, k]
+        game.states[0, k] = pair // game.model.num_actions
+        game.losses[0, k] = side.losses[end] if pair == side.last[end] else 0.0
+        if pair < 0:
+            pair, game.losses[0, k] = game.model.start[k + 1] * game.model.num_actions - 1, 0.0
+            while not q[pair] > 0.0:  # the layer has the mass 1
+                pair -= 1
+        game.pairs[0, k] = pair
+    observe(game, t, side.tally, side.learner, side.work)

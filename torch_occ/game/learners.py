@@ -56,6 +56,8 @@ class Learner:
     #: parameters that imports it. None if only torch plays the learner. It is not inherited: a
     #: class that derives from a learner may play another game.
     compiled: ClassVar[Any] = None
+    #: Makes the player of this learner from a backend, if it is neither torch nor the engine.
+    player: Any = None
 
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
@@ -256,6 +258,8 @@ class FTRL(Learner):
         estimator: of the losses; by default importance weights.
         constraints: budgets on expected costs, without a batch. Every q_t then meets them. The
             entry `budget_excess` of the state is the largest ⟨G_i, q_t⟩ - h_i so far, `(N,)`.
+        optimistic: count the last estimated loss twice; in torch only. In games
+            (torch_occ.games), last iterates may then converge.
     """
 
     compiled = lambda: later("game.players").learners.CompiledFTRL  # noqa: E731
@@ -268,8 +272,10 @@ class FTRL(Learner):
         estimator: Estimator | None = None,
         *,
         constraints: Budgets | None = None,
+        optimistic: bool = False,
     ) -> None:
         super().__init__(mdp)
+        self.optimistic = optimistic
         if not isinstance(regularizer, Regularizer):
             raise TypeError(
                 "regularizer: expected an occ.Regularizer, for example occ.jin_luo(mdp), got "
@@ -336,6 +342,8 @@ class FTRL(Learner):
             "q": interior_point(self.mdp).expand_as(zero).clone(),
         }
         self.state |= dict.fromkeys(DIAGNOSTICS, count)
+        if self.optimistic:
+            self.state["last"] = zero.clone()
         if self.step.constraints is not None:
             limits = self.step.constraints.limits.detach()
             self.state["multipliers"] = torch.zeros_like(limits).expand(num_seeds, -1).clone()
@@ -343,7 +351,8 @@ class FTRL(Learner):
 
     def loss(self, t: int) -> Tensor:
         """The loss of the step of episode t, `(N, S, A)`."""
-        return self.state["cumulative_loss"]
+        total = self.state["cumulative_loss"]
+        return total + self.state["last"] if self.optimistic else total
 
     @torch.no_grad()
     def propose(self, t: int) -> Tensor:
@@ -369,10 +378,14 @@ class FTRL(Learner):
             self.mdp, self.estimator, self.estimator(feedback, q, t), t, len(q)
         )
         self.state["cumulative_loss"] = self.state["cumulative_loss"] + estimate
+        if self.optimistic:
+            self.state["last"] = estimate
 
     def why_not_compiled(self, mdp: LayeredMDP) -> str | None:
         if self.step.constraints is not None:
             return "the compiled episode loop does not know budgets"
+        if self.optimistic:
+            return "the compiled episode loop does not know optimism"
         if type(self.estimator) not in _ESTIMATORS:
             return f"the engine does not know the estimator {type(self.estimator).__name__}"
         if self.step.regularizer.batched():

@@ -143,8 +143,8 @@ class EnginePlayer:
         lanes = lanes_for(count, few_lanes(self.model)) if self.in_lanes else None
         sums = {"second_moment": np.zeros((count, 0, 0))}
         for table in (run.sums, run.parts, {"q": q}):
-            sums |= _state_rows(Tally, table)
-        state = _state_rows(self.form, self.learner.state)
+            sums |= state_rows(Tally, table)
+        state = state_rows(self.form, self.learner.state)
         over_time = {name: f(run.t, run.t + 1 + n) for name, f in self.over_time.items()}
         # A copy `(N or 1, n or 1, S * A)`, because the kernel may write to it.
         charged = np.array(means.flatten(-2).transpose(0, 1).numpy(), order="C")
@@ -243,7 +243,7 @@ def few_states(model: Model) -> bool:
     return int(np.diff(model.start).max()) <= NARROW
 
 
-def _state_rows(form: Any, table: dict[str, Tensor]) -> dict[str, Floats]:
+def state_rows(form: Any, table: dict[str, Tensor]) -> dict[str, Floats]:
     """The tensors `(N, ...)` that a named tuple has fields for, as arrays that kernels change."""
     found, hints = {}, _field_types(form)
     for name in table.keys() & form._fields:

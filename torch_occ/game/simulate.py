@@ -265,6 +265,9 @@ def choose_player(
         ValueError: if the engine is required, by the backend or by the learner, but cannot play.
     """
 
+    if learner.player is not None:
+        return learner.player(check_backend(backend))
+
     def why_not() -> str | None:
         return later("game.players").why_not_play(mdp, learner, losses)
 
