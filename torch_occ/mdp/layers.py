@@ -184,13 +184,9 @@ class SparseLayer:
 
     @property
     def tensor(self) -> Tensor:
-        index, shape = (
-            torch.stack([self.pattern.pair, self.pattern.next]).long(),
-            self.pattern.shape,
-        )
-        return torch.sparse_coo_tensor(
-            index, self.probabilities, shape, is_coalesced=True, check_invariants=False
-        )
+        of, options = self.pattern, {"is_coalesced": True, "check_invariants": False}
+        index = torch.stack([of.pair, of.next]).long()
+        return torch.sparse_coo_tensor(index, self.probabilities, of.shape, **options)
 
     @property
     def dense(self) -> Tensor:
@@ -296,19 +292,14 @@ class SparseLayer:
     def check(self, k: int, actions: Tensor) -> None:
         fixed = self.with_probabilities(self.probabilities.detach())
         sums = fixed.ahead(fixed.probabilities.new_ones(self.sizes[2]))
+        words = (f"layer {k}, state", "action")
 
         def locate(entry: list[int]) -> tuple[int, int, int]:
             state, action = divmod(int(self.pattern.pair[entry]), self.sizes[1])
             return state, action, int(self.pattern.next[entry])
 
-        check_rows(
-            f"transitions[{k}]",
-            fixed.probabilities,
-            (f"layer {k}, state", "action"),
-            sums=sums,
-            used=actions,
-            locate=locate,
-        )
+        name, given = f"transitions[{k}]", fixed.probabilities
+        check_rows(name, given, words, sums=sums, used=actions, locate=locate)
 
 
 Layer = DenseLayer | SparseLayer
