@@ -375,12 +375,7 @@ def _only_the_loss_moves(step: FTRLStep, t: Tensor, mdp: LayeredMDP, *others: Te
 
 
 def _gap(
-    step: FTRLStep,
-    solution: Solution,
-    loss: Tensor,
-    target: Tensor,
-    t: Tensor,
-    initial: Tensor,
+    step: FTRLStep, solution: Solution, loss: Tensor, target: Tensor, t: Tensor, initial: Tensor
 ) -> Tensor:
     """Return the Fenchel-Young loss of an entropy, `(*batch,)`.
 

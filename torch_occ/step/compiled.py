@@ -18,14 +18,7 @@ from torch_occ._support.constants import DEAD
 from torch_occ._support.processes import for_each
 from torch_occ.engine import batch as kernels
 from torch_occ.engine.lanes import allocator, width_of
-from torch_occ.engine.layout import (
-    Bools,
-    Floats,
-    Model,
-    Work,
-    lanes_in,
-    make_work,
-)
+from torch_occ.engine.layout import Bools, Floats, Model, Work, lanes_in, make_work
 from torch_occ.engine.linear import sweep_all
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP

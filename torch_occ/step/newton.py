@@ -137,10 +137,7 @@ def _digits(eps: float) -> tuple[int, int]:
 
 
 def _expect(
-    layer: DenseLayer | SparseLayer,
-    high: Tensor,
-    low: Tensor,
-    normalized: bool,
+    layer: DenseLayer | SparseLayer, high: Tensor, low: Tensor, normalized: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return E[v(s') | s, a] for v = high + low `(*batch, S')`, as two parts `(*batch, S, A)`.
 
