@@ -252,10 +252,7 @@ def settle(
 ) -> tuple[Tensor, Solution]:
     """Solve log u(g) = g from a guess `(*batch, S)`, for plain tensors; in stages if kappa > w.
 
-    The first stage has w = kappa. The stages that follow lower w, and g is nearly linear in w.
-
-    Returns:
-        g, and the solution; its `value` belongs to the shaped loss.
+    Return g, and the solution; its `value` belongs to the shaped loss.
     """
     weight, price = entropy
     share, ratio, steps = 1.0, 0.5, torch.zeros_like(price[..., 0])
