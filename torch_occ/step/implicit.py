@@ -373,9 +373,9 @@ class Linearization:
     def bend(self, u: Tensor, G: Tensor) -> Tensor:
         """Return D3psi[u](G) = d/ds tr(H(q + s u) G), `(*batch,)`.
 
-        G `(*batch, S * A, S * A)` is symmetric. For scalar terms f(x), with
-        x linear in q, this is the sum of f'''(x) times the change of x along u times the variance
-        of x if q has the covariance G.
+        G `(*batch, S * A, S * A)` is symmetric. For scalar terms f(x), with x linear in q, this is
+        the sum of f'''(x) times the change of x along u times the variance of x if q has the
+        covariance G.
         """
         bound = self.setting.bind(self.setting.align(self.q.dim() - 2))
         if bound.evaluator.regularizer.levels != {SeparableRegularizer}:
