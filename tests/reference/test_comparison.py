@@ -247,6 +247,6 @@ def test_a_comparison_with_nobody_is_refused(monkeypatch):
         compare(mdp, occ.Shannon(), random_loss(mdp), settings=[DEFAULT, ACCURATE_SCS])
 
 
-@pytest.mark.skipif(not MOREAU.installed, reason="the Moreau solver is not installed")
+@pytest.mark.skipif(bool(MOREAU.missing), reason="the Moreau solver is not installed")
 def test_moreau_is_found_wrong(paper):
     assert list(compare(*paper, settings=[MOREAU]).wrong) == ["cvxpylayers, Moreau"]
