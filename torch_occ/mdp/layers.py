@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.private import has_tangent, inside_transform, versions_of
-from torch_occ._support.streams import invert
 from torch_occ.mdp.checks import broadcast, check_rows
 
 #: The largest number of products in memory, unless one batch element has more.
@@ -332,3 +331,13 @@ def _multiply(matrix: Tensor, x: Tensor) -> Tensor:
     if x.numel() == x.shape[-1]:
         return (matrix @ x.flatten()).view(*x.shape[:-1], matrix.shape[0])
     return (matrix @ x.flatten(0, -2).mT).mT.unflatten(0, x.shape[:-1])
+
+
+def invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
+    """Sample an index from cumulative, unnormalized probabilities by inversion.
+
+    `(N, K)` probabilities and `(N,)` uniform numbers give `(N,)` indices.
+    """
+    # Keep the product below the total, so that an entry of probability zero is never drawn.
+    target = uniform.clamp(max=1 - 4 * torch.finfo(uniform.dtype).eps) * cumulative[..., -1]
+    return (cumulative <= target.unsqueeze(-1)).sum(-1)

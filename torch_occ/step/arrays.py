@@ -27,7 +27,7 @@ from torch_occ.engine.layout import (
 )
 from torch_occ.engine.layout import NARROW as NARROW
 from torch_occ.engine.psi import X_LOG_X
-from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.layered import LayeredMDP, remembered
 from torch_occ.mdp.layers import SparseLayer
 from torch_occ.regularizers.base import Composition, Regularizer, Weights
 from torch_occ.regularizers.terms import Weighted
@@ -67,6 +67,7 @@ def table_of(mdp: LayeredMDP) -> Floats:
     return table.reshape(*batch, -1, widest)
 
 
+@remembered
 def rows_of(mdp: LayeredMDP) -> Rows:
     """Return sparse transitions of all layers.
 

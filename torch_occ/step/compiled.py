@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from torch_occ.engine.layout import (
     Bools,
     Floats,
     Model,
-    Rows,
     Work,
     lanes_in,
     make_work,
@@ -392,7 +390,7 @@ class CompiledStep:
         """Raise the error of the torch path if an argument is wrong, else return."""
         given = self.evaluator.batch_shapes(self.read(1.0)[1:])
         t, _ = check_arguments(world.mdp, loss, t, start, given)
-        check_types(dict(self.regularizer.named_parameters()), self.mdp)
+        check_types(self.regularizer, self.mdp)
         check_values(self.mdp, loss.detach(), start, t.detach(), zeros=self.in_logs)
 
     def _in_domain(self, values: list[Any], parameters: Sequence[Tensor] | None) -> bool:
@@ -577,10 +575,6 @@ def _memory(
 # -- Compiled sweeps for torch_occ.step.system, with separable Hessians and sparse transitio ----
 
 
-#: With the versions of the probabilities, which may be changed in place.
-_ROWS: WeakKeyDictionary[LayeredMDP, tuple[list[int], Rows]] = WeakKeyDictionary()
-
-
 def applies(mdp: LayeredMDP) -> bool:
     """Return whether the kernel supports this MDP: single, sparse, float64, on the CPU."""
     sparse = all(isinstance(layer, SparseLayer) for layer in mdp.layers[:-1])
@@ -589,13 +583,10 @@ def applies(mdp: LayeredMDP) -> bool:
 
 
 class CompiledSweeps:
-    """The sweeps of torch_occ.step.system.TorchSweeps in a kernel; it loops over a batch."""
+    """The sweeps of torch_occ.step.system in a kernel; it loops over a batch."""
 
     def __init__(self, states: SeparableStates, mdp: LayeredMDP) -> None:
-        versions = private.versions_of(mdp.probabilities)
-        if mdp not in _ROWS or _ROWS[mdp][0] != versions:
-            _ROWS[mdp] = versions, arrays.rows_of(mdp)
-        self.rows = _ROWS[mdp][1]
+        self.rows = arrays.rows_of(mdp)
         self.pairs = tuple(states.p.shape[-2:])
         softest = states.softest.squeeze(-1).to(states.p.dtype)
         self.states = [part.detach() for part in (states.p, states.inverse, states.total, softest)]

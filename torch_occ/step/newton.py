@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.constants import STALL_AFTER
-from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.layered import LayeredMDP, remembered
 from torch_occ.mdp.layers import DenseLayer, SparseLayer
 from torch_occ.mdp.occupancy import (
     Flow,
@@ -174,6 +174,7 @@ def _cut_values(x: Tensor, digits: int) -> Tensor:
     return _cut(x, torch.exp2(torch.where(size > 0, size, 1.0).log2().ceil() - digits))
 
 
+@remembered
 def conserves_mass(mdp: LayeredMDP) -> bool:
     """Return whether all rows of P sum to one up to rounding."""
     eps = torch.finfo(mdp.dtype).eps
@@ -231,22 +232,10 @@ def rejoin(mdp: LayeredMDP, v: Tensor) -> Tensor:
 
 # -- Damped Newton iterations on the manifold of occupancy measures --------------------------------
 #
-# Three ideas keep it accurate for the large losses and small occupancies of long runs:
-#
-# - **Shaping**, as above. The gradient is treated in the same way: where one pair takes nearly all
-#   of a layer, its slope in 1 - q is huge. This slope is subtracted from all pairs of the layer,
-#   which changes the objective only by a constant.
-# - **Step length by relative change.** All elementary terms satisfy |x f'''(x)| <= 2 f''(x), with
-#   f'' decreasing. If no argument of psi falls by more than the fraction rho along the Newton step,
-#   then the step of length 1/(1 + rho) decreases the objective, from every start. For rho <= 1/2
-#   the full step does. No function values are compared, so rounding errors do not matter. For other
-#   regularizers the slope at the end is checked: where it rises steeply, the step is shortened.
-# - **Retraction.** Each iterate is replaced by the occupancy of its own policy, q -> pi -> q, by
-#   additions of positive numbers only. So the flow constraints hold to the last digit in every
-#   state, however rarely it is visited.
-#
-# The iteration stops when no pair changes by more than sqrt(eps) relative to itself. Newton's
-# method squares the error, so only rounding errors are left after the last step.
+# docs/step.md says why a step has the length 1/(1 + fall), and why each iterate is replaced by the
+# occupancy of its own policy. The gradient is shaped like the loss: where one pair takes nearly all
+# of a layer, its slope in 1 - q is huge. This slope is subtracted from all pairs of the layer,
+# which changes the objective only by a constant.
 
 
 def newton(

@@ -144,14 +144,8 @@ States = SeparableStates | GeneralStates
 #     backward:   v = z + P_p v                      the multipliers
 #     forward:    du = r + P'(R(x - P v) + p du)     the change of q(s); all flow constraints hold
 #
-# The guess is right when kappa du = z + p'x. With z = K^(1/2) y - p'x this is M y = b for the
-# matrix M = I + K^(1/2) B' Q B K^(1/2) of the factorization, and K^(1/2) du - y is the residual b
-# - M y.
-#
-# All eigenvalues of M are at least one. They are at most of the order of the horizon squared times
-# the number of actions, whatever q and P are, because no pair sends more mass into a state than the
-# state receives. In practice they are at most a few dozen. An iteration costs one product with P
-# and one with P'.
+# The guess is right when kappa du = z + p'x. With z = K^(1/2) y - p'x this is M y = b (see below),
+# and K^(1/2) du - y is the residual b - M y.
 #
 # The error of a step is measured relative to q(s) in each state, so that rare states are as
 # accurate as frequent ones. Newton's method can use an unfinished step: y is orthogonal to the
@@ -175,30 +169,29 @@ class Swept(NamedTuple):
 Sweep = Callable[[Tensor, Tensor | None, Tensor | None], Swept]
 
 
-class TorchSweeps:
-    """The sweeps in torch, layer by layer, for dense and sparse layers."""
+def sweeps_in_torch(states: States, flow: LayeredFlow) -> Sweep:
+    """Return the sweeps layer by layer, for dense and sparse layers."""
+    split = flow.mdp.split
+    policies = split(states.p, -2)
 
-    def __init__(self, states: States, flow: LayeredFlow) -> None:
-        self.states, self.flow = states, flow
-        self.policies = flow.mdp.split(states.p, -2)
-
-    def sweep(self, z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
-        flow, split = self.flow, self.flow.mdp.split
+    def sweep(z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
         forces = split(z, -1)
         v = [forces[-1]]
         zero = torch.zeros_like(v[0]).unsqueeze(-1)
         ahead = [zero.expand(*v[0].shape, flow.mdp.num_actions)]
         for k in reversed(range(len(flow.layers))):
             ahead.insert(0, flow.layers[k].ahead(v[0]))
-            v.insert(0, forces[k] + (self.policies[k] * ahead[0]).sum(-1))
+            v.insert(0, forces[k] + (policies[k] * ahead[0]).sum(-1))
         expected = join(ahead, 2)
-        within = self.states.respond(-expected if x is None else x - expected)
+        within = states.respond(-expected if x is None else x - expected)
         sources, parts = None if r is None else split(r, -1), split(within, -2)
         du = [torch.zeros_like(v[0]) if sources is None else sources[0]]
         for k, layer in enumerate(flow.layers):
-            arrived = layer.arrive(parts[k] + self.policies[k] * du[k].unsqueeze(-1))
+            arrived = layer.arrive(parts[k] + policies[k] * du[k].unsqueeze(-1))
             du.append(arrived if sources is None else sources[k + 1] + arrived)
         return Swept(join(v, 1), within, join(du, 1))
+
+    return sweep
 
 
 class ConjugateGradients:
@@ -292,7 +285,7 @@ def sweep_of(states: States, flow: LayeredFlow) -> Sweep:
         if compiled.applies(flow.mdp):
             sweep: Sweep = compiled.CompiledSweeps(states, flow.mdp).sweep
             return sweep
-    return TorchSweeps(states, flow).sweep
+    return sweeps_in_torch(states, flow)
 
 
 @cache
@@ -308,29 +301,16 @@ def _largest(residual: Tensor, unit: Tensor) -> Tensor:
 #
 #     H dq = x + E' v,        E dq = r
 #
-# for the step dq `(*batch, S, A)` and the multipliers v `(*batch, S)`. H is block-diagonal over
-# states, except for joint regularizers.
-#
-# **One state.** Its actions are eliminated, which leaves (R, p, kappa).
-#
-# **All states.** Let du be the change of q(s), K = diag(kappa), P_p the transition matrix under p,
-# and Q = P' R P the covariance of the next state under R. Eliminating the actions leaves
+# for the step dq `(*batch, S, A)` and the multipliers v `(*batch, S)`; docs/step.md derives it. Let
+# du be the change of q(s), K = diag(kappa), P_p the transition matrix under p, and Q = P' R P.
+# Without the actions,
 #
 #     kappa du = p'x + (I - P_p) v,        (I - P_p)' du = r + P'R x - Q v.
 #
-# With B = (I - P_p)^-1, which is a sweep through the layers, only the matrix
+# With B = (I - P_p)^-1, a sweep through the layers, M = I + K^(1/2) B' Q B K^(1/2) is left to be
+# factored: as a whole, in conjugate gradients, or layer by layer as in a Kalman filter,
 #
-#     M = I + K^(1/2) B' Q B K^(1/2)
-#
-# has to be factored. It is symmetric. Its eigenvalues are at least 1, and in practice at most a few
-# dozen, whatever the scale of q. There are three methods:
-#
-# - Small MDPs form M and factor it.
-# - Wide and sparse MDPs only apply M, in conjugate gradients.
-# - Others proceed layer by layer, as in a Kalman filter. Y_k is the covariance that arrives in
-#   layer k, and K_k the information there:
-#
-#       Yhat_k = (Y_k^-1 + K_k)^-1,        Y_{k+1} = Q_{k+1} + P_p' Yhat_k P_p.
+#     Yhat_k = (Y_k^-1 + K_k)^-1,        Y_{k+1} = Q_{k+1} + P_p' Yhat_k P_p.
 
 
 class Factorization(Protocol):

@@ -30,7 +30,7 @@ from torch_occ.mdp.checks import broadcast
 from torch_occ.step.budgets import raised
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import Linearization
-from torch_occ.step.solution import Solution, Status, over, report
+from torch_occ.step.solution import Solution, Status, merge, over, report
 
 #: Outer steps at one share of F, halvings of one step, and shares of F.
 _STEPS, _HALVINGS, _SHARES = 40, 12, 300
@@ -67,11 +67,9 @@ class _FeaturePoint(NamedTuple):
 
     def merge(self, other: _FeaturePoint, where: Tensor) -> _FeaturePoint:
         """Return `other` at the elements given by `where` `(*batch,)`, this one elsewhere."""
-        tensors = (
-            torch.where(over(where, mine.dim() - where.dim()), theirs, mine)
-            for mine, theirs in zip(self[1:], other[1:], strict=True)
+        return _FeaturePoint(
+            self.inner.merge(other.inner, where), *merge(where, other[1:], self[1:])
         )
-        return _FeaturePoint(self.inner.merge(other.inner, where), *tensors)
 
 
 class UtilityStep(nn.Module):
