@@ -1,4 +1,5 @@
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -11,12 +12,11 @@ from torch_occ.game.history import band, student
 
 
 def history(regret, episodes):
-    curves = torch.as_tensor(regret, dtype=torch.float64)
-    zeros, table = torch.zeros_like(curves), torch.zeros(len(curves), 1, 1)
-    t = torch.tensor(episodes)
-    seeds = tuple(range(len(curves)))
-    tensors = (t, curves, curves + 1, *[zeros] * 6, t.double(), *[table] * 3)
-    return occ.History(*tensors, seeds, "torch", True, {})
+    curves, t = torch.as_tensor(regret, dtype=torch.float64), torch.tensor(episodes)
+    given = {field.name: torch.zeros_like(curves) for field in fields(occ.History)}
+    given |= {"episodes": t, "regret": curves, "realised_regret": curves + 1, "backend": "torch"}
+    given |= {"seeds": tuple(range(len(curves))), "finished": True, "config": {}}
+    return occ.History(**given)
 
 
 T = [1, 2, 5, 10, 100, 1000, 10000]
@@ -26,6 +26,12 @@ LOGARITHMIC = history([[3 * math.log(t) + 0.1 * seed for t in T] for seed in ran
 def test_students_quantiles():
     for degrees in (1, 2, 3, 4, 5, 10, 30, 100):
         assert student(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=2e-3)
+
+
+def test_the_band_covers_the_mean_of_a_normal_sample_95_times_in_100():
+    samples = torch.randn(6, 20000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    _, lower, upper = band(samples)
+    assert float(((lower < 0) & (upper > 0)).double().mean()) == pytest.approx(0.95, abs=0.006)
 
 
 def test_one_seed_has_no_band():

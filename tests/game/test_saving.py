@@ -199,12 +199,6 @@ def test_calls_of_the_engine_become_short_where_episodes_are_slow(monkeypatch):
             same(whole, play(losses))
         assert len([n for n in called if n > 200]) <= 1  # the first slow one
         called.clear()
-    slow = player.EnginePlayer(mdp, occ.FTRL(mdp, occ.jin_luo(mdp)), occ.GreedyAdversary())
-    slow.adapt(4096, 30.0)  # it was compiled
-    assert slow.most == 27
-    for _ in range(9):
-        slow.adapt(slow.most, 1e-5 * slow.most)
-    assert slow.most == slow.limit == 8192
 
 
 # -- places that cannot be written -------------------------------------------------------------

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 from numba import njit
 
@@ -18,8 +17,6 @@ from torch_occ.engine.lanes import (
     in_lanes,
     lane,
     lanes_of,
-    pack,
-    unpack,
     zeros,
 )
 
@@ -77,14 +74,3 @@ def test_pointers_need_no_types(tmp_path):
     path = tmp_path / "untyped.py"
     path.write_text(UNTYPED)
     subprocess.run([sys.executable, path], env=os.environ | changed, check=True, timeout=300)
-
-
-def test_memory_is_aligned_and_comes_back():
-    elements = np.arange(12.0).reshape(3, 4)
-    memory = pack(elements, 2)
-    assert memory[:, 1].tolist() == [[1.0, 5.0], [9.0, 9.0]]
-    assert zeros(3, 5).ctypes.data % 64 == pack(elements, 8).ctypes.data % 64 == 0
-    memory[..., :] += 1
-    unpack(memory, elements)
-    assert elements.tolist() == (np.arange(1.0, 13.0).reshape(3, 4)).tolist()
-    assert pack(elements, None) is elements

@@ -69,9 +69,3 @@ def test_only_the_arguments_in_use_are_read():
     several = occ.ConditionalEntropy() / 2 + occ.HybridTsallis(1.0) + occ.LogBarrier()
     assert tuple(several.read(*point("masked"))) == ("pair", "rest", "state")
     assert tuple(occ.HybridComplement().read(*point("masked"))) == ("pair", "complement")
-
-
-def test_jin_luo_fits_an_mdp_in_single_precision():
-    mdp = occ.LayeredMDP.random(2, 2, 2, dtype=torch.float32)
-    q = occ.FTRLStep(mdp, occ.jin_luo(mdp))(torch.zeros(3, 2), 1)
-    assert q.dtype == torch.float32
