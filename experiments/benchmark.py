@@ -34,6 +34,7 @@ from matplotlib.figure import Figure
 import torch_occ as occ
 from experiments import common
 from experiments.contestants import HEADER, Case, Limits, cells, draw_rivals, measure_rivals
+from torch_occ._support.version import VERSION
 from torch_occ.game.figures import COLOURS
 
 Shape = tuple[int, int, int]
@@ -270,9 +271,9 @@ def record(folder: Path) -> Path:
     measured |= measure_batches(((5, 5, 4),))
     measured |= measure_loop(5, {(3, 3, 3): 4096, (10, 10, 5): 256}, budget=5.0)
     measured |= measure_compiling()
-    about = {"version": occ.__version__, "date": str(date.today()), "machine": common.machine()}
+    about = {"version": VERSION, "date": str(date.today()), "machine": common.machine()}
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{occ.__version__}.json"
+    path = folder / f"{VERSION}.json"
     rounded = {name: float(f"{value:.3g}") for name, value in measured.items()}
     path.write_text(json.dumps(about | {"measured": rounded}, indent=1) + "\n", encoding="utf-8")
     return path
@@ -286,6 +287,7 @@ SHOWN = {
     "(3, 3, 3), beta 192, 64 seeds, us": "an episode, 64 seeds, (3,3,3)",
     "(10, 10, 5), beta 640, 64 seeds, us": "an episode, 64 seeds, (10,10,5)",
     "simulate, compiling, s": "compiling the first game",
+    "step and backward, compiling, s": "compiling the first step after it",
 }
 
 
@@ -296,10 +298,12 @@ def draw_releases(folder: Path) -> Figure:
     axes = figure.subplots()
     for i, (name, label) in enumerate(SHOWN.items()):
         times = [release["measured"][name] for release in found]
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": "osD^vP"[i], "linewidth": 1.6}
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": "osD^vPX"[i], "linewidth": 1.6}
         axes.plot([time / times[0] for time in times], label=label, **style)
     axes.set_xticks(range(len(found)), [release["version"] for release in found])
     axes.set(xlim=(-0.2, len(found) - 0.8), yscale="log", ylabel="time / time of the first release")
+    axes.set_yticks((ticks := (0.1, 0.2, 0.5, 1, 2, 5)), [f"{x:g}" for x in ticks], minor=False)
+    axes.minorticks_off()
     common.tidy(axes, xlabel="release")
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

@@ -81,6 +81,8 @@ SLACK = 10.0
 PLANTED, PLANTS = (1e-6, 1e-2), 2
 #: Problems that are kept for each sort of failure.
 KEPT = 3
+#: Answers of a batch that are judged with 60 digits; the others count as unjudged.
+MOST = 8
 #: Answers judged in a batch where long double is no longer than double, with 60 digits then.
 SAMPLE = 4
 
@@ -137,6 +139,7 @@ def examine(batch: Batch, q: Floats, multipliers: Floats | None = None) -> tuple
     errors, left, rechecked = np.full(len(q), np.nan), np.arange(len(q)), 0
     for arithmetic in (FAST, CAREFUL, EXACT) if extended() else (EXACT,):
         if len(left):
+            left = left[:MOST] if arithmetic is EXACT and extended() else left
             part = batch.take(left)
             rechecked += len(left) if arithmetic is EXACT else 0
             model, terms = part.model(arithmetic), part.terms(arithmetic)

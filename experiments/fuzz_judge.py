@@ -255,7 +255,7 @@ def _states(layer: Layer, x: Array) -> Array:
 
 
 #: Newton steps before a judge gives up: a certified q needs one or two, a bad one a few more.
-STEPS = {FAST.name: 12, CAREFUL.name: 60, EXACT.name: 200}
+STEPS = {FAST.name: 12, CAREFUL.name: 60, EXACT.name: 60}
 
 
 class Point(NamedTuple):

@@ -23,7 +23,7 @@ import torch
 from torch.distributions import constraints
 
 import torch_occ
-from experiments import theory
+from experiments import statements
 
 PLACES = ("rivals", "limits", "tuning", "game", "mdp", "step", "learning")
 EDGES = ("sa", "sb", "ab", "at", "bt", "st")
@@ -323,7 +323,7 @@ def certificate():
 
 
 def survey():
-    found = theory.survey(DENSE, torch.Generator().manual_seed(1), count=3)
+    found = statements.survey(DENSE, torch.Generator().manual_seed(1), count=3)
     sides = [(f"{i} {x.label}", x.left, x.right) for i, x in enumerate(found)]
     return {f"{name} {k}": x for name, *both in sides for k, x in enumerate(both)}
 

@@ -166,7 +166,7 @@ RULES = {
         1,
         1,
     ),
-    "public names of torch_occ": (lambda: exports(PACKAGE / "__init__.py"), 72, 75),
+    "public names of torch_occ": (lambda: exports(PACKAGE / "__init__.py"), 73, 75),
     "public names of theory": (lambda: exports(PACKAGE / "theory" / "__init__.py"), 56, 60),
     "modules behind simulate": (lambda: closure(home_of("simulate")), 56, 65),
     "modules behind FTRLStep": (lambda: closure(home_of("FTRLStep")), 42, 38),

@@ -94,9 +94,14 @@ from torch_occ.game.history import History as History
 from torch_occ.game.simulate import simulate as simulate
 from torch_occ.game.comparing import compare_learners as compare_learners
 
+# Games with imperfect information
+from torch_occ.games.tree import ExtensiveGame as ExtensiveGame
+from torch_occ.games.tree import dilated_entropy as dilated_entropy
+from torch_occ.games.play import self_play as self_play
+
 # Forecasts of the regret, and tuning
 from torch_occ.tuning.forecast import forecast as forecast
-from torch_occ.tuning.leaps import leap as leap
+from torch_occ.tuning.forecast import leap as leap
 from torch_occ.tuning.tune import tune as tune
 from torch_occ.tuning.tune import recommended as recommended
 
@@ -111,10 +116,7 @@ _PACKAGES = ("limits", "reference", "rivals", "theory")
 _MOVED = {
     "mdp": "Plan RewardMDP flow_adjoint flow_residual reachability",
     "limits": "LowerBound lower_bound",
-    "game": (
-        "CentredEstimator LearnerComparison Mean SelfBounding UncertifiedWarning "
-        "comparator self_bounding"
-    ),
+    "game": "CentredEstimator LearnerComparison Mean UncertifiedWarning comparator",
     "rivals": (
         "CountingLearner EULER KLUCB MultiLayerUCBVI PSRL StrongEuler Thompson UCBVI "
         "UOBREPS UnknownFTRL Widths empirical_transitions"
@@ -140,6 +142,8 @@ _GONE = {
     "run_gradients": "differentiate occ.forecast; experiments/meta_gradients.py has the run's own",
     "KLProjection": "occ.rivals.UOBREPS projects; use cvxpy for a projection by itself",
     "Projection": "occ.rivals.UOBREPS projects; use cvxpy for a projection by itself",
+    "self_bounding": "use occ.theory.self_bounding_condition",
+    "SelfBounding": "use occ.theory.self_bounding_condition",
     "RewardMap": "imported MDPs have mdp.reward_range, mdp.loss and mdp.regret_in_rewards",
     "OSSB": "occ.rivals.Thompson has less regret; occ.limits.lower_bound has the limit",
     "Bonus": "occ.rivals.UnknownFTRL(mdp, psi, widths=..., bonus=True) has that of its widths",

@@ -41,7 +41,6 @@ from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import optimal_policy
 
 __all__ = ["LowerBound", "lower_bound"]
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -207,8 +206,7 @@ def _reach(onward: Floats, actions: Bools, depth: Ints) -> Floats:
 #
 # The bracket is concave in w. So for policies that are only partly fixed, a chord over [0, largest
 # w] bounds it from below, and the minimum over the rest of the policy is backward induction.
-# Branching fixes the actions of hidden states in layer order. Deterministic transitions, for
-# example, have w in {0, 1}, and the chord is exact.
+# Branching fixes the actions of hidden states in layer order.
 
 #: The range of log theta, and the steps of bisection for a bound and for an alternative. Every
 #: theta gives a valid bound, flat at the best one: an error of 1e-4 changes it by 1e-8.
@@ -216,7 +214,6 @@ _RANGE, _COARSE, _FINE = (-32.0, 40.0), 20, 50
 
 #: Fewer observations than this count as this many; none would make theta w / n infinite.
 _FEWEST = 1e-12
-
 #: A lower bound of the information as a function of log theta `(B,)`, and its derivative by theta.
 Dual = Callable[[Floats], tuple[Floats, Floats]]
 
@@ -408,8 +405,8 @@ class LowerBound:
 
     value: float  # the lower bound of regret / log T
     upper: float  # no less than C
-    #: `(S, A)`: visits per log T of a cheapest exploration that rules out every confusing table.
-    #: Its cost is `upper`. Pairs of optimal policies are visited for free and have 0.
+    #: `(S, A)`: visits per log T of an exploration of cost `upper` that rules out every confusing
+    #: table. Pairs of optimal policies are visited for free and have 0.
     allocation: Tensor
     rounds: int  # of cutting planes; 0 for the closed form
     exact: bool  # whether value and upper agree up to the tolerance
@@ -445,9 +442,6 @@ def lower_bound(
             which optimal policies leave out many states; then `exact` is False, and `value` and
             `upper` are still bounds of C.
         max_rounds: the most linear programs.
-
-    Returns:
-        The bounds, the cheapest exploration, and how they were found.
 
     Raises:
         ValueError: if a mean is not in [0, 1], the MDP is a batch, or too many states are left out

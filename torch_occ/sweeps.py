@@ -236,9 +236,8 @@ def _run(
             if not alone:
                 suspects += running
                 continue
-            for name in running:
-                text = "its process died while it ran, twice; out of memory, or killed?"
-                yield name, Failure({}, text)
+            text = "its process died while it ran, twice; out of memory, or killed?"
+            yield from ((name, Failure({}, text)) for name in running)
 
 
 def _outcomes(
@@ -279,10 +278,9 @@ def _outcomes(
 
 @contextmanager
 def _process_pool(processes: int) -> Iterator[futures.ProcessPoolExecutor]:
-    """A pool of processes that are forked from a clean process that has imported torch.
+    """A pool of processes, forked from a clean one: a fork of this would copy torch's locks.
 
-    A fork of this process would copy the locks of torch's threads. If the block is left by an
-    exception, cells get SIGTERM, upon which `simulate` saves.
+    If the block is left by an exception, cells get SIGTERM, upon which `simulate` saves.
     """
     forks = "forkserver" in multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
@@ -335,9 +333,8 @@ def _named(function: Function, cells: Sequence[Config]) -> dict[str, Config]:
         try:
             text = json.dumps(config, sort_keys=True, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"cells: cell {i}, {config!r}, is not what JSON can hold: {error}"
-            ) from error
+            reason = f"cell {i}, {config!r}, is not what JSON can hold: {error}"
+            raise ValueError(f"cells: {reason}") from error
         if text in seen:
             raise ValueError(f"cells: cells {seen[text]} and {i} are the same, {text}")
         seen[text] = i
@@ -352,12 +349,11 @@ def _read_cell(path: Path, config: Config) -> dict[str, Any] | None:
     """The stored result of a cell, or None; a ValueError if the file belongs to another cell."""
     if not path.exists():
         return None
-    stored = json.loads(files.read_checked(path, _KIND))
+    stored: dict[str, dict[str, Any]] = json.loads(files.read_checked(path, _KIND))
     if stored["config"] != json.loads(json.dumps(config)):
         other = json.dumps(stored["config"])
         raise ValueError(f"{path}: holds another cell, {other}; move it away")
-    result: dict[str, Any] = stored["result"]
-    return result
+    return stored["result"]
 
 
 @contextmanager

@@ -281,12 +281,14 @@ def test_every_name_in_a_kernel_comes_from_a_source_in_the_stamp():
     checked = 0
     for path in sorted((PACKAGE / "engine").rglob("*.py")):
         tree = ast.parse(path.read_text())
-        origin = {
-            name.asname or name.name: PACKAGE.parent / (node.module.replace(".", "/") + ".py")
-            for node in tree.body
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch_occ")
-            for name in node.names
-        }
+        origin = {}
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch_occ"):
+                place = PACKAGE.parent / node.module.replace(".", "/")
+                for name in node.names:  # of a package, or of a module
+                    own = place / f"{name.name}.py"
+                    file = own if own.exists() else place.with_suffix(".py")
+                    origin[name.asname or name.name] = file
         compiled = (x for x in tree.body if isinstance(x, ast.FunctionDef) and x.decorator_list)
         for node in (x for function in compiled for line in function.body for x in ast.walk(line)):
             if isinstance(node, ast.Name) and node.id in origin:

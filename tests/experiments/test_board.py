@@ -34,17 +34,11 @@ def make(tmp_path):
     return run
 
 
-def test_the_newest_run_is_opened(make):
+def test_one_run_is_opened(make):
     assert make().stdout == "--logdir runs/step__0__30\n"
-
-
-def test_an_experiment_can_be_chosen_and_arguments_passed_on(make):
     assert make("RUN=corruption").stdout == "--logdir runs/corruption__1__20\n"
     assert make("RUN=corruption__1__10").stdout == "--logdir runs/corruption__1__10\n"
     assert make("ARGS=--port 7000").stdout == "--logdir runs/step__0__30 --port 7000\n"
-
-
-def test_a_run_that_does_not_exist(make):
     done = make("RUN=nothing")
     assert done.returncode != 0
     assert "no TensorBoard log in runs/nothing*" in done.stderr

@@ -1,6 +1,5 @@
 """What the experiments share: fits of growth, files, tables, games and clocks."""
 
-import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,13 +81,6 @@ def test_nonpositive_regret_has_no_exponent_but_a_slope():
     assert found.per_log.exists
 
 
-def test_bad_windows_are_named():
-    with pytest.raises(ValueError, match="fraction"):
-        late(T, T[None], 1.0)
-    with pytest.raises(ValueError, match="three checkpoints"):
-        late(T[-2:], T[None, -2:], 0.0)
-
-
 # -- files, tables, clocks ------------------------------------------------------------------------
 
 
@@ -130,12 +122,6 @@ def test_contestants_take_turns_and_the_quickest_counts():
     found = common.in_turns({x: contestant(x) for x in "ab"}, 3, clock=lambda: now[0])
     assert calls == list("abababab")
     assert found == {"a": 2.0, "b": 6.0}
-
-
-def test_the_budget_leaves_two_turns():
-    count = itertools.count()
-    common.in_turns({"only": lambda: next(count)}, 100, budget=0.0)
-    assert next(count) == 3  # one that does not count, and two turns
 
 
 # -- games ----------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import torch
 
 import torch_occ as occ
 from experiments import decisions
-from experiments.decisions import METHODS, Problem, Trained, choose, soft_margin, spo_plus, train
+from experiments.decisions import METHODS, Problem, soft_margin, spo_plus, train
 
 pytest.importorskip("pyepo")
 pytest.importorskip("gurobipy")
@@ -81,12 +81,6 @@ def test_seeds_are_trained_together_as_alone():
     for i, seed in enumerate((3, 5)):
         alone = train(Problem(4, 4, 0.5, 40, (seed,), "dynamic"), METHODS["SPO+"], 2)
         assert both.test[i] == pytest.approx(alone.test[0], rel=1e-4)
-
-
-def test_the_choice_is_made_by_seed_on_late_validation_regrets():
-    first = Trained([[0.0, 0.0], [0.3, 0.1]], [0.9, 0.9])
-    second = Trained([[9.0, 9.0], [0.2, 0.2]], [0.0, 0.0])
-    assert choose({"first": first, "second": second}) == ["second", "first"]
 
 
 @pytest.mark.slow

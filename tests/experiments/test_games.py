@@ -53,25 +53,6 @@ def test_best_of_both_worlds(tmp_path, capsys):
     assert (directory / "report.txt").read_text() in printed
 
 
-def test_a_colour_means_a_learner():
-    """In every panel of the headline figure; environments have markers instead."""
-    args = best_of_both_worlds.Args()
-    mdp = occ.LayeredMDP.random(2, 2, 2, seed=0)
-    history = occ.simulate(mdp, occ.FixedPolicy(mdp), occ.GreedyAdversary(), 30, range(2))
-    places = best_of_both_worlds.environments(args)
-    players = best_of_both_worlds.learners(args, mdp)
-    histories = {(place, name): history for place in places for name in players}
-    upper, lower = best_of_both_worlds.draw(args, histories, 5.0).subfigs
-    expected = common.colours(histories)
-    assert len(set(expected.values())) == len(players)
-    for axes in lower.axes:
-        drawn = {line.get_label(): line.get_color() for line in axes.lines}
-        assert {name: drawn[name] for name in players} == expected
-    found = [line for axes in upper.axes for line in axes.lines if line.get_marker() != "None"]
-    assert {line.get_color() for line in found} == {expected[best_of_both_worlds.SMALL]}
-    assert len({line.get_marker() for line in found}) == len(places)
-
-
 def test_corruption(tmp_path, capsys):
     args = corruption.Args(**ON_MDP, budgets=(5.0, 10.0, 20.0), root=tmp_path)
     directory = corruption.main(args)
@@ -79,20 +60,6 @@ def test_corruption(tmp_path, capsys):
     spent = [float(row["spent"]) for row in rows(directory / "corruption.csv")][:4]
     assert spent == pytest.approx([0, 5, 10, 20])
     assert "exponent of C" in capsys.readouterr().out
-
-
-def test_references_of_corruption_point_up():
-    """They go through the largest excess, even if a larger C lowers the regret."""
-    spent = torch.tensor([0.0, 10.0, 20.0, 40.0])
-    falling = torch.tensor([[100.0, 110.0, 130.0, -50.0], [100.0, 120.0, 140.0, -70.0]])
-    assert corruption.anchor(spent, falling) == (20.0, 35.0)
-    assert corruption.anchor(spent, -falling.abs().cumsum(-1)) is None
-    figure = corruption.draw({"one": (spent, falling)}, "title")
-    lines = {line.get_label(): line.get_ydata() for line in figure.axes[1].lines}
-    for label in (r"$\propto \sqrt{C}$", r"$\propto C$"):
-        assert lines[label][-1] > lines[label][1] > lines[label][0] == 0
-    figure = corruption.draw({"one": (spent, -falling.abs().cumsum(-1))}, "title")
-    assert not any("propto" in str(line.get_label()) for line in figure.axes[1].lines)
 
 
 def test_regularizers(tmp_path, capsys):

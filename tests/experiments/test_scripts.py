@@ -1,11 +1,14 @@
 """The scripts from the command line, in their smallest configuration."""
 
 import csv
+import json
 
 import pytest
-import torch
+from documents import ROOT
 from scripts import PNG, only_directory, run
 
+import torch_occ as occ
+from experiments import benchmark
 from experiments.benchmark import measure_batches, measure_long, measure_loop
 from experiments.common import seconds
 from experiments.contestants import CONTESTANTS, Case, Limits, cells, measure_cell
@@ -73,6 +76,25 @@ def test_benchmark(tmp_path):
         assert (row["backward"] == "") == (row["contestant"] != "torch_occ")
 
 
+def test_a_release_is_recorded_and_drawn_with_the_earlier_ones(tmp_path, monkeypatch):
+    for name in ("measure_calls", "measure_batches", "measure_loop", "measure_compiling"):
+        monkeypatch.setattr(benchmark, name, lambda *_, **__: dict.fromkeys(benchmark.SHOWN, 1.234))
+    (tmp_path / "0.0.9.json").write_text(
+        json.dumps({"version": "0.0.9", "measured": dict.fromkeys(benchmark.SHOWN, 2.0)})
+    )
+    benchmark.main(benchmark.Args(record=tmp_path))
+    written = json.loads((tmp_path / f"{occ.__version__}.json").read_text())
+    assert written["measured"] == dict.fromkeys(benchmark.SHOWN, 1.23)
+    assert (tmp_path / "releases.png").read_bytes().startswith(PNG)
+    (axes,) = benchmark.draw_releases(tmp_path).axes
+    assert [x.get_text() for x in axes.get_xticklabels()] == ["0.0.9", occ.__version__]
+    assert {tuple(line.get_ydata()) for line in axes.lines} == {(1.0, 0.615)}
+
+
+def test_this_release_is_recorded():
+    assert benchmark.releases(ROOT / "docs" / "speed")[-1].stem == occ.__version__
+
+
 # -- the benchmark's rules ------------------------------------------------------------------------
 
 
@@ -113,36 +135,13 @@ def test_who_is_too_slow_or_absent_is_skipped_with_the_reason():
     assert row["note"] == f"skipped: a step would take {expected}"
 
 
-def test_a_case_is_reproducible_and_leaves_the_global_generator_alone():
-    before = torch.get_rng_state()
-    a, b = Case((2, 3, 2), 4, 5, 10.0), Case((2, 3, 2), 4, 5, 10.0)
-    assert all(torch.equal(x, y) for x, y in zip(a.losses, b.losses, strict=True))
-    direction, loss, later = a.losses
-    assert (direction.shape, loss.shape) == ((4, 2), (4, 4, 2))
-    assert bool((later >= loss).all())
-    assert torch.equal(before, torch.get_rng_state())
-
-
 # -- the section "engine" -------------------------------------------------------------------------
 
 
-def test_batches_are_timed_per_element():
-    found = measure_batches(shapes=[(2, 2, 2)], batch=8, repeats=2)
-    assert len(found) == 4
-    forward, both = (
-        found[f"(2, 2, 2), batch of 8, cold, {x}, us"] for x in ("forward", "forward and backward")
-    )
-    assert 0 < forward < both
-
-
-def test_a_long_run_is_timed_per_episode_and_seed():
-    found = measure_long(episodes=300, seeds=2, shape=(2, 2, 2))
-    assert found["us per episode and seed"] == pytest.approx(1e6 * found["processor s"] / 600)
-    assert found["Newton steps"] > 1
-
-
-def test_whole_simulations_are_timed():
-    found = measure_loop(repeats=2, shapes={(2, 2, 2): 64}, seeds=2)
-    cells = [f"beta {beta}, {seeds}" for beta in (128, 1) for seeds in ("2 seeds", "1 seed")]
-    assert list(found) == [f"(2, 2, 2), {cell}, us" for cell in cells]
-    assert all(x > 0 for x in found.values())
+def test_the_engine_is_timed():
+    batches = measure_batches(shapes=[(2, 2, 2)], batch=8, repeats=2)
+    long = measure_long(episodes=300, seeds=2, shape=(2, 2, 2))
+    loops = measure_loop(repeats=2, shapes={(2, 2, 2): 64}, seeds=2)
+    assert [len(found) for found in (batches, loops)] == [4, 4]
+    assert all(x > 0 for found in (batches, long, loops) for x in found.values())
+    assert long["us per episode and seed"] == pytest.approx(1e6 * long["processor s"] / 600)

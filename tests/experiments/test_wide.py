@@ -5,8 +5,7 @@ import csv
 import pytest
 import torch
 
-import torch_occ as occ
-from experiments import common, wide
+from experiments import wide
 
 
 def test_the_grid_slips_and_stops_at_its_edge():
@@ -35,29 +34,3 @@ def test_the_experiment_leaves_a_table_and_a_picture(tmp_path, monkeypatch, caps
     printed = capsys.readouterr().out
     assert printed.count("| taxi ") == 1
     assert printed.count("| grid 3 x 3 ") == 3  # of the growth, and of both values of beta
-
-
-def test_the_exponent_is_a_slope():
-    rows = [
-        wide.Row("", n, 5 * n, 0, 0, 1e-6 * n**1.5, 0, 0, 0)
-        for n in (10, 50_000, 100_000, 1_000_000)
-    ]
-    assert wide.exponent(rows) == pytest.approx(1.5)
-
-
-def test_feedback_follows_the_transitions():
-    mdp = wide.grid(3, 4)
-    feedback = wide.play(
-        mdp,
-        occ.interior_point(mdp)[None],
-        common.random_means(mdp, 0),
-        torch.Generator().manual_seed(0),
-    )
-    P = mdp.to_dense()
-    for k in range(3):
-        here, action, there = (
-            int(feedback.states[0, k]) - 9 * k,
-            int(feedback.actions[0, k]),
-            int(feedback.states[0, k + 1]) - 9 * (k + 1),
-        )
-        assert float(P.transitions[k][here, action, there]) > 0

@@ -9,7 +9,6 @@ import torch
 
 import torch_occ as occ
 from experiments import gym_control, sweep
-from experiments.gym_control import panels, visits
 
 pytestmark = pytest.mark.slow
 
@@ -26,29 +25,6 @@ def test_the_best_policy_does_in_the_environment_what_is_predicted(name):
     else:
         assert returns.std() > 0
         assert abs(returns.mean() - predicted) < 4 * returns.std() / np.sqrt(300)
-
-
-def test_a_wrong_prediction_does_not_agree():
-    task = gym_control.make_task("slippery:6")
-    q = occ.occupancy(task.mdp, occ.uniform_policy(task.mdp))
-    returns = np.full(4000, 0.5)
-    verdict = gym_control.Verdict(task, "liar", None, q, returns, best=1.0, uniform=0.0, level=0.99)
-    assert not verdict.agrees
-
-
-def test_visits_are_counted_by_the_environments_states():
-    task = gym_control.make_task("lake:8")
-    q = occ.occupancy(task.mdp, occ.uniform_policy(task.mdp))
-    seen = visits(task.mdp, q, 16)
-    assert seen.sum() == pytest.approx(float(q[task.mdp.origin >= 0].sum()))
-    assert seen[0].sum() >= 1.0
-    assert seen[5].sum() == 0.0  # a hole is the end
-    (panel,) = panels(task.env, task.mdp, q)
-    assert panel.squares[5] == (1, 1)
-    trip = gym_control.make_task("trip:3")
-    first, second = panels(trip.env, trip.mdp, q)
-    assert trip.start in first.squares
-    assert "R to Y" in second.title
 
 
 def test_gym_control(tmp_path, capsys):
@@ -74,12 +50,6 @@ def test_gym_control(tmp_path, capsys):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures)
     assert "4 of 4 predictions" in capsys.readouterr().out
     assert json.loads((directory / "config.json").read_text())["rollouts"] == 50
-
-
-def test_a_world_that_does_not_exist():
-    for name in ("moon:3", "lake", "lake:many"):
-        with pytest.raises(ValueError, match=f"games: expected <world>:<horizon> .* got '{name}'"):
-            gym_control.make_task(name)
 
 
 # -- sweep ----------------------------------------------------------------------------------------

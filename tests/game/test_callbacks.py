@@ -276,7 +276,7 @@ def test_a_description_has_the_numbers_but_no_tables():
         "Corrupted(base=BernoulliLosses(noise=bernoulli), budget=5, strategy=front, "
         "noise=bernoulli)"
     )
-    run = Simulation(MDP, occ.FixedPolicy(MDP), occ.BernoulliLosses(MEAN), 5, range(20), None, {})
+    run = Simulation(MDP, occ.FixedPolicy(MDP), occ.BernoulliLosses(MEAN), 5, range(20), None)
     assert "0, 1, 2, 3, 4, 5, 6, 7, ... (20)" in configuration(run)
 
 

@@ -47,7 +47,7 @@ def test_tables_and_figure(comparison):
     assert str(comparison.final()["uniform"]) in lines[4]
     assert r"UCB\_1 \& co" in comparison.latex()
     assert comparison.latex().count(r"\\") == 4
-    assert len(comparison.figure("title").axes) == 2
+    assert len(comparison.plot("title").axes) == 2
     (right,) = comparison.plot("title").axes[1:]
     shown = [text.get_text() for text in right.get_legend().get_texts()]
     assert shown[:3] == [*comparison.histories]

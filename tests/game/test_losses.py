@@ -86,16 +86,6 @@ def test_chunks_do_not_matter(name, chunk):
     )
 
 
-def test_a_walk_may_be_asked_for_in_pieces():
-    """A run that is saved after 300 episodes and continued starts inside a chunk.
-
-    The process must then give the same means, or refuse.
-    """
-    whole = play(occ.RandomWalkLosses(0.1), 200, (0,))[0]
-    pieces = play(occ.RandomWalkLosses(0.1), 200, (0,), chunk=50)[0]
-    torch.testing.assert_close(whole, pieces, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("noise", ["none", "bernoulli", "uniform"])
 def test_draws_have_the_mean(noise):
     mean, n = tensor([0.0, 0.03, 0.3, 0.5, 0.8, 1.0]), 20_000
@@ -223,10 +213,3 @@ BAD = {
 def test_bad_input_is_named(message):
     with pytest.raises(ValueError, match=message):
         BAD[message]()
-
-
-def test_a_process_keeps_its_own_copy_and_no_graph():
-    mean = MEAN.clone().requires_grad_()
-    process = occ.BernoulliLosses(mean)
-    assert not process.mean.requires_grad
-    assert process.mean.data_ptr() != mean.data_ptr()

@@ -195,23 +195,6 @@ def test_a_shift_is_within_its_cap_and_without_a_cap_there_is_none():
     assert torch.equal(*found)
 
 
-@pytest.mark.slow
-def test_a_shift_has_less_regret_than_the_untuned_tsallis_entropy():
-    """Far less with random losses and against the adversary, on an MDP that nothing was chosen by.
-
-    docs/adaptive.md has the ratios on others.
-    """
-    mdp = occ.LayeredMDP.random(3, 3, 3, seed=1)
-    mean = torch.rand(S, A, dtype=F64, generator=torch.Generator().manual_seed(2))
-    options = {"episodes": 30_000, "seeds": range(6), "checkpoints": [30_000], "backend": "engine"}
-    for losses in (occ.BernoulliLosses(mean), occ.GreedyAdversary()):
-        ours, tsallis = (
-            float(occ.simulate(mdp, learner, losses, **options).regret.mean())
-            for learner in (occ.ShiftedFTRL(mdp), occ.FTRL.tsallis(mdp))
-        )
-        assert ours < 0.9 * tsallis
-
-
 def test_auto_takes_the_engine_where_it_can_and_says_so():
     class Custom(occ.SeparableRegularizer):
         def pair(self, x):

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from threads import THREADS
 from zoo import random_loss
 
 import torch_occ as occ
-from torch_occ._support.files import Kept, copied, read_checked, write_checked
+from torch_occ._support.files import read_checked, write_checked
 
 TESTS = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {
@@ -130,31 +129,6 @@ def test_a_signal_saves_and_then_ends_the_process(tmp_path, number, backend):
     assert state["t"] > 0
     assert state["t"] % 256 == 0
     assert os.listdir(tmp_path) == ["run"]
-
-
-def test_a_run_that_a_signal_ended_continues_to_the_same_bits(tmp_path):
-    """In this process: the signal comes while the engine plays, at no particular episode."""
-    mdp = occ.LayeredMDP.random(3, 3, 3, seed=0)
-    losses = occ.BernoulliLosses(random_loss(mdp))
-
-    def play(**options):
-        learner = occ.FTRL(mdp, occ.jin_luo(mdp))
-        return occ.simulate(mdp, learner, losses, 20_000, range(3), backend="engine", **options)
-
-    class Signal(occ.Callback):
-        """Sent from another thread while a later chunk is played."""
-
-        def on_chunk(self, run):
-            threading.Timer(0.003, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            self.on_chunk = lambda run: None
-
-    whole = play()
-    with pytest.raises(SystemExit) as caught:
-        play(save_to=tmp_path / "run", callbacks=[Signal()])
-    assert caught.value.code == 143
-    assert caught.value.saved_to == tmp_path / "run"
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    same(whole, play(save_to=tmp_path / "run"))
 
 
 def test_signals_are_left_alone_where_they_belong_to_others(tmp_path):
@@ -441,25 +415,3 @@ def test_a_damaged_history_is_named(tmp_path, damage):
     path.write_bytes(damaged)
     with pytest.raises(ValueError, match=r"history\.npz: is (empty|damaged|not a history)"):
         occ.History.load(path)
-
-
-def test_a_damaged_tuning_is_named(tmp_path):
-    path = tmp_path / "tuning"
-    path.write_bytes(b"\x80\x02not a tuning")
-    with pytest.raises(ValueError, match=r"tuning: is not a tuning that torch_occ has saved"):
-        occ.tune(lambda psi: None, occ.jin_luo(MDP), save_to=path)
-
-
-def test_a_kept_state_is_a_copy(tmp_path):
-    state = {"x": torch.zeros(2), "list": [torch.ones(1)], "n": 3}
-    kept = Kept(tmp_path / "file", "run", {"part": "1"}, every=1e9)
-    kept.keep(copied(state))
-    state["x"] += 1
-    state["list"].append(0)
-    assert kept.rescue() == tmp_path / "file"
-    found = Kept(tmp_path / "file", "run", {"part": "1"}).load()
-    assert torch.equal(found["x"], torch.zeros(2))
-    assert len(found["list"]) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert kept.rescue() == tmp_path / "file"  # nothing is left to save

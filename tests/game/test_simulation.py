@@ -11,8 +11,8 @@ from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
 from torch_occ._support.constants import log_spaced
+from torch_occ._support.streams import invert
 from torch_occ.game.simulate import simulate
-from torch_occ.game.torch_player import invert
 from torch_occ.mdp.occupancy import occupancy
 
 MDP = PROBLEMS["masked"]().mdp

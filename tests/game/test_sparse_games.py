@@ -57,23 +57,13 @@ STORED_SPARSELY = {
 
 LEARNERS = {
     "jin_luo": lambda mdp: occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5)),
-    "tsallis": occ.FTRL.tsallis,
     "shannon": lambda mdp: occ.FTRL.o_reps(mdp, 60),
-    "log barrier": occ.FTRL.log_barrier,
     "complement": lambda mdp: occ.FTRL(
         mdp, occ.HybridComplement() / occ.InverseSqrt() + occ.LogBarrier(0.1)
-    ),
-    "implicit exploration": lambda mdp: occ.FTRL(
-        mdp, occ.jin_luo(mdp, beta=0.5), occ.ImplicitExploration(0.01)
-    ),
-    "reduced variance": lambda mdp: occ.FTRL(
-        mdp, occ.jin_luo(mdp, beta=0.5), occ.ReducedVariance(occ.InverseSqrt())
     ),
     "full information": lambda mdp: occ.FTRL(
         mdp, occ.jin_luo(mdp, beta=0.5), occ.FullInformation()
     ),
-    "uniform": occ.FixedPolicy,
-    "leader": occ.FollowTheLeader,
     "optimistic": occ.OptimisticValueIteration,
 }
 
@@ -116,7 +106,7 @@ def check_game(mdp, build, losses, episodes=40):
     torch.testing.assert_close(found.last_q, expected.last_q, rtol=1e-8, atol=0)
 
 
-@pytest.mark.parametrize(("regularizer", "name"), GAMES[:9])
+@pytest.mark.parametrize(("regularizer", "name"), GAMES[:7])
 def test_the_step_is_the_same(regularizer, name):
     """q to 1e-11, and gradients in the loss and the parameters relative to the largest one."""
     mdp = STORED_SPARSELY[name]()

@@ -83,6 +83,8 @@ def learner(power):
 
 # Pairs of builders of different things; each is also built twice, and must be the same.
 PAIRS = {
+    "the shape of a tensor": (lambda: torch.zeros(2, 3), lambda: torch.zeros(3, 2)),
+    "the type of a tensor": (lambda: torch.zeros(2).double(), lambda: torch.zeros(2).long()),
     "functions by name": (lambda: Holder(f=closure), lambda: Holder(f=cycle)),
     "arrays that differ in the middle": (array, lambda: array(1e-10)),
     "arrays of another shape": (array, lambda: array().reshape(40, 50)),

@@ -13,6 +13,7 @@ import torch_occ as occ
 from torch_occ._support.constants import GOLDEN, MIX_ONE, MIX_TWO
 from torch_occ.game.learners import EmpiricalLearner
 from torch_occ.mdp.occupancy import cheapest, policy_of
+from torch_occ.rivals.beliefs import split_transitions
 
 F64 = torch.float64
 
@@ -101,39 +102,29 @@ class Thompson(EmpiricalLearner):
 # -- unknown transitions, planning with averages ---------------------------------------------------
 
 
-class Counting(occ.Learner):
-    """Counts per layer `(N, S_k, A, S_{k+1})`, and sums of losses, in `state`."""
-
-    def __init__(self, mdp):
-        super().__init__(mdp.blind())
+class Counting(occ.rivals.CountingLearner):
+    """Sums of losses beside the counts."""
 
     def start(self, num_seeds):
-        m = [torch.zeros(num_seeds, *P.shape, dtype=F64) for P in self.mdp.transitions]
-        self.state = {f"m{k}": x for k, x in enumerate(m)}
-        self.state |= {"losses": zeros(self.mdp, num_seeds)}
-
-    def counts(self, n):
-        return [self.state[f"m{k}"][n] for k in range(self.mdp.horizon)]
-
-    def visits(self, n):
-        return torch.cat([m.sum(-1) for m in self.counts(n)])
+        super().start(num_seeds)
+        self.state["losses"] = zeros(self.mdp, num_seeds)
 
     def observe(self, t, policy, feedback):
         self.state["losses"] = self.state["losses"] + feedback.scatter(feedback.losses, policy)
-        for n, (states, actions) in enumerate(zip(feedback.states, feedback.actions, strict=True)):
-            local = [
-                int(s) - here.start for s, here in zip(states, self.mdp.layer_slices, strict=True)
-            ]
-            for k, (s, a, after) in enumerate(zip(local, actions, [*local[1:], 0], strict=True)):
-                self.state[f"m{k}"][n, s, int(a), after] += 1
+        self.record(t, feedback)
+
+    def data(self, n):
+        """Visits and losses (S, A), and counts per layer, of one seed."""
+        counts = split_transitions(self.mdp, self.state["counts"][n])
+        return self.state["visits"][n], self.state["losses"][n], counts
 
 
 class PSRL(Counting):
     def propose_policy(self, t):
-        count, pairs = len(self.seeds), self.mdp.actions.numel()
-        visits, losses = torch.stack([self.visits(n) for n in range(count)]), self.state["losses"]
+        pairs = self.mdp.actions.numel()
+        visits, losses = self.state["visits"], self.state["losses"]
         loss = betas(self.seeds, t, 1 + losses, 1 + (visits - losses).clamp(min=0))
-        m = [self.state[f"m{k}"] + 1 / P.shape[-1] for k, P in enumerate(self.mdp.transitions)]
+        m = [x + 1 / x.shape[-1] for x in split_transitions(self.mdp, self.state["counts"])]
         prior = torch.cat([x.flatten(1) for x in m], 1).numpy()
         drawn = gammas(keys_of(self.seeds, t, 2 * pairs + prior.shape[1])[:, 2 * pairs :], prior)
         parts = torch.from_numpy(drawn).split([x[0].numel() for x in m], 1)
@@ -219,9 +210,9 @@ class Optimist(Counting):
         own, policy = self.learner, zeros(self.mdp, len(self.seeds))
         log = float(own.log(torch.tensor(float(t), dtype=F64)))
         for n in range(len(policy)):
-            data = (self.name, own.corruption, self.visits(n), self.state["losses"][n])
+            data = [(self.name, own.corruption, *self.data(n))]
             least = self.state["lower"][n] if own.monotone else None
-            lower, _, _, chosen = plan(self.mdp, [(*data, self.counts(n))], log, least=least)
+            lower, _, _, chosen = plan(self.mdp, data, log, least=least)
             self.state["lower"][n] = torch.from_numpy(np.where(self.mdp.actions, lower, 0.0))
             policy[n, range(self.mdp.num_states), chosen] = 1.0
         return policy
@@ -252,7 +243,7 @@ class MultiLayerUCBVI(Counting):
                 fewer = allowed & self.possible[n, slower]
                 allowed = np.where(fewer.any(-1, keepdims=True), fewer, allowed)
             data = [
-                ("sharp", changed, x.visits(n), x.state["losses"][n], x.counts(n))
+                ("sharp", changed, *x.data(n))
                 for x, changed in ((self.copies[r], own.corruption), (self, 2.0 ** (r + 1)))
             ]
             lower, upper, _, chosen = plan(self.mdp, data, own.logarithm, allowed=allowed)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torch_occ as occ
-from experiments.theory import draw_mapping, draw_policy
+from experiments.statements import draw_mapping, draw_policy
 
 F64 = torch.float64
 

@@ -17,15 +17,15 @@ from torch_occ.engine.lanes import (
     LANES,
     anywhere,
     exp,
-    fill_lanes,
     in_lanes,
     lane,
     lanes_for,
     lanes_of,
     log,
+    pack,
     power,
-    scatter,
     sqrt,
+    unpack,
     where,
     zeros,
 )
@@ -149,12 +149,13 @@ def test_pointers_need_no_types(tmp_path):
 
 def test_memory_is_aligned_and_comes_back():
     elements = np.arange(12.0).reshape(3, 4)
-    memory = fill_lanes(elements, [0, 2, 1, 1])
-    assert memory.shape == (4, 4)
-    assert zeros(3, 5).ctypes.data % 64 == 0
-    memory += 1
-    scatter(memory, elements, [0, 2])
-    assert elements[:, 0].tolist() == [1.0, 4.0, 9.0]
+    memory = pack(elements, 2)
+    assert memory[:, 1].tolist() == [[1.0, 5.0], [9.0, 9.0]]
+    assert zeros(3, 5).ctypes.data % 64 == pack(elements, 8).ctypes.data % 64 == 0
+    memory[..., :] += 1
+    unpack(memory, elements)
+    assert elements.tolist() == (np.arange(1.0, 13.0).reshape(3, 4)).tolist()
+    assert pack(elements, None) is elements
 
 
 def test_one_or_two_problems_have_few_lanes():

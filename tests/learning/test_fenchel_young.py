@@ -171,19 +171,6 @@ def test_wrong_targets_are_refused_with_the_place():
     refused(good.long(), "target: is torch.int64")
 
 
-def test_targets_are_checked_again_when_they_change():
-    mdp = small()
-    step, loss, target = occ.FTRLStep(mdp, occ.ConditionalEntropy()), random_loss(mdp), vertex(mdp)
-    first = occ.fenchel_young_loss(step, loss, target)
-    assert torch.equal(occ.fenchel_young_loss(step, loss, target), first)
-    target.copy_(interior(mdp))
-    expected = occ.fenchel_young_loss(step, loss, target.clone())
-    assert torch.equal(occ.fenchel_young_loss(step, loss, target), expected)
-    target.mul_(2.0)
-    with pytest.raises(ValueError, match="has the mass 2"):
-        occ.fenchel_young_loss(step, loss, target)
-
-
 def test_empirical_visits_need_not_be_a_flow():
     """Mean visits of two trajectories: the gradient is visits - q, and layers have mass one."""
     mdp = small()

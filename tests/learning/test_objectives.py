@@ -149,8 +149,31 @@ def test_impossible_demonstrations_are_refused_with_the_place():
     refused([[0, 2, 0]], [[0, 0, 0]], r"states: expected shape \(\*batch, N, 2\)")
     refused([[0, 2]], [[0, 0], [0, 0]], r"actions: expected the shape of states, \(1, 2\)")
     refused([[0.0, 2.0]], [[0, 0]], "states: expected a tensor of integers", TypeError)
-    with pytest.raises(TypeError, match="states: expected a tensor of integers"):
-        occ.negative_log_likelihood(step, loss, [[0, 2]], [[0, 0]], t)
+    for lists in ([[0.0, 2.0]], [[0, 0]]), ([[0, 2]], [[0.5, 0]]):
+        with pytest.raises(TypeError, match=r"(states|actions): expected a tensor of integers"):
+            occ.negative_log_likelihood(step, loss, *lists, t)
+    refused([[-1, 2]], [[-1, 0]], "trajectory 0, layer 0 is -1, but a later step was observed")
+    with pytest.raises(
+        ValueError, match=r"lengths from 1 to 2, got \[1\] states and \[2\] actions"
+    ):
+        occ.negative_log_likelihood(step, loss, [[0]], [[0, 0]], t)
+
+
+def test_trajectories_may_end_early():
+    mdp, loss, t = PROBLEMS["masked"]()
+    step = occ.FTRLStep(mdp, occ.Shannon())
+    q = step(loss, t)
+    logs = (q / q.sum(-1, keepdim=True)).log()
+    expected = -(logs[..., 0, 0] + logs[..., 2, 0] + logs[..., 1, 0]) / 2
+    lists = ([[0, 2], [1]], [[0, 0], torch.tensor([0])])
+    padded = (torch.tensor([[0, 2], [1, -1]]), torch.tensor([[0, 0], [0, -1]]))
+    for given in (lists, padded):
+        found = occ.negative_log_likelihood(step, loss, *given, t)
+        torch.testing.assert_close(found, expected)
+    initial, moves = mdp.initial, mdp.transitions[0]
+    chances = initial[0].log() + moves[0, 0, 0].log() + initial[1].log()
+    found = occ.negative_log_likelihood(step, loss, *lists, t, transitions=True)
+    torch.testing.assert_close(found, expected - chances / 2)
 
 
 def test_an_episode_cannot_begin_where_the_initial_distribution_is_zero():

@@ -118,22 +118,21 @@ def test_wide_layers_are_sparse():
 
 
 @pytest.mark.parametrize(
-    ("edges", "source", "target", "message"),
+    ("edges", "source", "target", "fragments"),
     [
-        ([], 0, 1, "graph: it has no edge"),
-        ([(0, 1), (1, 2, 3)], 0, 1, r"graph: edge 1 is \(1, 2, 3\); expected a pair"),
-        (["ab"], "a", "b", "graph: edge 0 is 'ab'; expected a pair"),
-        ([(0, 1)], 7, 1, "source: no edge has the node 7"),
-        ([(0, 1)], 0, "b", "target: no edge has the node 'b'"),
-        ([(0, 1)], 0, 0, "target: 0 is the source"),
-        ([(0, 1), (2, 3)], 0, 3, r"no path leads from 0 to 3; the edges lead to 1 other nodes \(1"),
-        ([(0, 1), (1, 2), (2, 1), (2, 3)], 0, 3, "graph: it has the cycle (1 -> 2 -> 1|2 -> 1 ->)"),
-        ([(0, 0), (0, 1)], 0, 1, "graph: it has the cycle 0 -> 0"),
-        (networkx.Graph([(0, 1)]), 0, 1, "graph: its edges have no direction"),
+        ([], 0, 1, ("graph: it has no edge",)),
+        ([(0, 1), (1, 2, 3)], 0, 1, ("graph: edge 1 is (1, 2, 3); expected a pair",)),
+        (["ab"], "a", "b", ("graph: edge 0 is 'ab'; expected a pair",)),
+        ([(0, 1)], 7, 1, ("source: no edge has the node 7",)),
+        ([(0, 1)], 0, "b", ("target: no edge has the node 'b'",)),
+        ([(0, 1)], 0, 0, ("target: 0 is the source",)),
+        ([(0, 1), (2, 3)], 0, 3, ("no path leads from 0 to 3", "lead to 1 other nodes (1)")),
+        ([(0, 1), (1, 2), (2, 1), (2, 3)], 0, 3, ("graph: it has the cycle", "-> 1")),
+        (networkx.Graph([(0, 1)]), 0, 1, ("graph: its edges have no direction",)),
     ],
 )
-def test_bad_graphs_are_refused(edges, source, target, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_graphs_are_refused(edges, source, target, fragments):
+    with expect(*fragments):
         occ.LayeredMDP.from_graph(edges, source, target)
 
 
@@ -142,25 +141,21 @@ def test_cycles_beside_all_paths_do_no_harm():
     assert mdp.num_pairs == 1
 
 
+NEGATIVE = 2 * as_flow(EDGES, PATHS[0]) - as_flow(EDGES, PATHS[1])
+
+
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "fragments"),
     [
-        (lambda m: m.losses(torch.zeros(3)), r"costs: expected shape \(\*batch, 10\).*got \(3,\)"),
-        (lambda m: m.shortest_path(torch.zeros(())), "costs: expected shape"),
-        (lambda m: m.flows(torch.zeros(10)), r"q: expected shape \(\*batch, 8, 3\)"),
-        (lambda m: m.occupancy_of(torch.zeros(2, 9)), "flows: expected shape"),
-        (
-            lambda m: m.occupancy_of(torch.eye(10, dtype=F64)[:1]),
-            r"flows: edge 0, \('s', 'a'\)|flows: edge 2, \('a', 'b'\), element \[0\]",
-        ),
-        (
-            lambda m: m.occupancy_of(2 * as_flow(EDGES, PATHS[0]) - as_flow(EDGES, PATHS[1])),
-            r"flows: edge 3, \('a', 't'\): found -1",
-        ),
+        (lambda m: m.losses(torch.zeros(3)), ("costs: expected shape (*batch, 10)", "got (3,)")),
+        (lambda m: m.flows(torch.zeros(10)), ("q: expected shape (*batch, 8, 3)",)),
+        (lambda m: m.occupancy_of(torch.zeros(2, 9)), ("flows: expected shape",)),
+        (lambda m: m.occupancy_of(torch.eye(10)[:1]), ("flows: edge ", "element [0]")),
+        (lambda m: m.occupancy_of(NEGATIVE), ("flows: edge 3, ('a', 't'): found -1",)),
     ],
 )
-def test_bad_arguments_are_refused(call, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_arguments_are_refused(call, fragments):
+    with expect(*fragments):
         call(occ.LayeredMDP.from_graph(EDGES, "s", "t"))
 
 

@@ -269,9 +269,9 @@ def test_the_interval_has_all_rewards_and_zero(rewards, interval):
     ("arguments", "fragments"),
     [
         ({"transition": np.ones((4, 4, 4)) / 4}, ("transition", "both axes", "action_axis")),
-        ({"transition": np.ones((2, 3, 4))}, ("transition", "(2, 3, 4)", "neither")),
+        ({"transition": np.ones((2, 3, 4))}, ("transition", "(2, 3, 4)")),
         ({"transition": np.ones((2, 3))}, ("transition", "(2, 3)")),
-        ({"action_axis": 1}, ("action_axis", "(3, 5, 5)")),
+        ({"action_axis": 1}, ("action_axis=1", "(3, 5, 5)")),
         ({"reward": np.ones((4, 3))}, ("reward", "(5, 3)", "(4, 3)")),
         ({"reward": as_sparse(np.ones((2, 5, 5)))}, ("reward", "3 matrices")),
         ({"transition": [np.eye(5), np.eye(4)]}, ("transition: action 1", "(5, 5)", "(4, 4)")),
@@ -339,6 +339,8 @@ def test_gradients_reach_the_table_zeros_included():
     there = torch.isin(torch.arange(5), mdp.origin[mdp.layer == 1])
     assert torch.equal(P.grad[1] == 1, there.expand(3, 5))
     assert bool((P[1] == 0).any())
+    loops = torch.eye(2, dtype=F64).unsqueeze(1).requires_grad_()
+    assert occ.LayeredMDP.from_tables(loops, 3).origin.tolist() == [0, 0, 0]
 
 
 def test_an_mdp_that_does_not_fit_is_refused_before_memory_is_asked_for(monkeypatch):

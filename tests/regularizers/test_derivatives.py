@@ -67,19 +67,6 @@ def test_a_batch_is_its_elements(name):
         close([found.hessian.to_full().matrix[i]], [alone.hessian.to_full().matrix], 1e-15)
 
 
-@pytest.mark.parametrize(
-    "name", ["hybrid_complement", "jin_luo", "custom_statewise", "custom_joint"]
-)
-# torch.func.hessian warns on its first call.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-def test_forward_can_be_differentiated_by_torch_func(name):
-    mdp, q = point("layers")
-    psi = REGULARIZERS[name](mdp)
-    by_func = torch.func.hessian(lambda q: psi(q, 7.0, mdp))(q).detach()
-    by_func = by_func.reshape(q.numel(), q.numel())
-    close([by_func], [dense(mdp, psi, q, 7.0)[1]])
-
-
 # -- levels together -------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from zoo import expect
+from zoo import Centred, expect
 
 import torch_occ as occ
 from torch_occ._support.fingerprints import fingerprints
@@ -96,6 +96,14 @@ def test_a_batch_of_parameters_is_in_front(name, backend):
         torch.testing.assert_close([g[i] for g in grads], list(expected), rtol=1e-8, atol=1e-12)
 
 
+def test_a_value_per_layer_is_one_per_state_and_one_per_pair():
+    layers = random("layer", 0.5, 1.0).values
+    pairs = layers[MDP.layer][:, None].expand(S, A)
+    given = occ.PerLayer(MDP, layers), occ.PerState(MDP, pairs[:, 0]), occ.PerPair(MDP, pairs)
+    found = [occ.FTRLStep(MDP, occ.LogBarrier(x), backend="torch")(LOSS) for x in given]
+    torch.testing.assert_close(found[1:], [found[0]] * 2, rtol=1e-12, atol=0)
+
+
 def test_users_functions_see_them_spread():
     class Mine(occ.SeparableRegularizer):
         def pair(self, x):
@@ -165,6 +173,8 @@ def test_bad_input():  # tests/record has more
     for backend in ("torch", "engine"):
         with expect("one value per pair", "one value per state"):
             occ.FTRLStep(MDP, conditional, backend=backend)(LOSS)
+    with expect("one value per state or pair", "one value per problem"):
+        occ.FTRLStep(MDP, Centred(0.5) * occ.Constant(occ.PerState(MDP, 1.0)))(LOSS)
     step = occ.FTRLStep(MDP, occ.LogBarrier(occ.PerLayer(MDP, 1.0)), backend="torch")
     with torch.no_grad():
         step.regularizer.beta[1] = -1.0

@@ -32,20 +32,6 @@ def test_a_batched_rate_gives_a_batch(build, t):
     torch.testing.assert_close(build(rates)(t), one_by_one, rtol=1e-15, atol=0)
 
 
-@pytest.mark.parametrize(
-    "schedule", [occ.Constant(0.7), occ.InverseSqrt(0.7), occ.Polynomial(0.7, 0.3)]
-)
-def test_derivatives_in_t_and_every_parameter(schedule):
-    names = [name for name, _ in schedule.named_parameters()]
-
-    def at(t, *parameters):
-        return torch.func.functional_call(schedule, dict(zip(names, parameters, strict=True)), (t,))
-
-    inputs = (torch.tensor([1.5, 20.0], dtype=F64, requires_grad=True), *schedule.parameters())
-    assert torch.autograd.gradcheck(at, inputs)
-    assert torch.autograd.gradgradcheck(at, inputs)
-
-
 def test_a_new_schedule_is_a_forward():
     class Halving(occ.Schedule):
         def forward(self, t):

@@ -187,28 +187,3 @@ def test_one_state_comes_close_to_lai_and_robbins(name):
     log, regret = history.episodes[late].double().log(), history.regret[:, late].mean(0)
     slope = (regret[-1] - regret[0]) / (log[-1] - log[0])
     assert 0.6 * limit < float(slope) < 1.6 * limit
-
-
-def test_learning_is_seen_and_the_printed_constants_do_not_learn():
-    """T = 2,000: the plug-in is close to known transitions; with the printed constants, uniform.
-
-    An independent prototype had 1,609 +- 5 with the printed constants.
-    """
-    from experiments.common import loss_with_gap
-
-    losses, episodes = occ.BernoulliLosses(loss_with_gap(MDP, 0.4, 1)), 2000
-    learners = {
-        "known": occ.FTRL(MDP, psi()),
-        "plug-in": LEARNERS["plug-in"](MDP),
-        "practical": LEARNERS["practical"](MDP),
-        "printed": R.UnknownFTRL.jin_huang_luo(MDP, episodes),
-        "uniform": occ.FixedPolicy(MDP),
-    }
-    found = {
-        name: occ.simulate(MDP, learner, losses, episodes, range(16)).final().mean
-        for name, learner in learners.items()
-    }
-    assert abs(found["plug-in"] / found["known"] - 1) < 0.15
-    assert found["practical"] < 0.5 * found["uniform"]
-    assert found["uniform"] == pytest.approx(1600, abs=0.5)
-    assert found["printed"] == pytest.approx(1609, abs=20)

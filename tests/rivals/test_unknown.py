@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from zoo import PROBLEMS, random_loss
+from zoo import random_loss
 
 import torch_occ as occ
 from torch_occ.mdp.occupancy import occupancy, uniform_policy
@@ -71,14 +71,6 @@ def test_the_time_of_an_episode():
 
 
 # -- UOB-REPS --------------------------------------------------------------------------------------
-
-
-def test_the_first_policy_is_uniform():
-    mdp = PROBLEMS["masked"]().mdp
-    expected = occupancy(mdp, uniform_policy(mdp), in_order=True)
-    losses = occ.BernoulliLosses(random_loss(mdp))
-    history = occ.simulate(mdp, R.UOBREPS(mdp, 100), losses, 1, range(3))
-    torch.testing.assert_close(history.last_q, expected.expand(3, -1, -1), rtol=1e-15, atol=0)
 
 
 def test_the_constants_are_those_of_the_paper():

@@ -38,10 +38,6 @@ BAD_CALLS = {
         lambda step: step(replaced(torch.stack([LOSS] * 3), (1, 0, 1), -INF), 3),
         ["cumulative_loss", "element (1,)", "-inf"],
     ),
-    "loss_in_higher_precision": (
-        lambda step: copy.deepcopy(step).float()(LOSS, 3),
-        ["cumulative_loss", "float32", "float64"],
-    ),
     "t_infinite": (lambda step: step(LOSS, INF), ["t:", "at least 1", "inf"]),
     "t_missing": (
         lambda step: step(LOSS),

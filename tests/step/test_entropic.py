@@ -8,7 +8,7 @@ from entropies import numbers, solve_exactly, worst_error
 from mpmath import mp, mpf
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import functional_call, jacrev
+from torch.func import functional_call
 from zoo import masked, random_loss, tensor
 
 import torch_occ as occ
@@ -17,7 +17,6 @@ from torch_occ._support.constants import SQUARE
 from torch_occ.regularizers.base import Composition, TabularRegularizer
 from torch_occ.regularizers.terms import Term, XLogX
 from torch_occ.step import entropic
-from torch_occ.step.ways import is_entropy
 
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
 
@@ -88,30 +87,6 @@ def test_solutions_have_all_their_digits(model, psi, scale):
     assert (solution.q[~mdp.actions] == 0).all()
     if scale > 1e4:
         assert (solution.q[mdp.actions] == 0).any()
-
-
-@pytest.mark.parametrize("psi", ENTROPIES)
-def test_the_jacobian_is_that_of_the_equations(psi):
-    entropy = entropic.Entropy(*(tensor([x]) for x in constants(ENTROPIES[psi], 2.0)))
-    loss, guess = random_loss(MDP, 5.0), occ.interior_point(MDP).sum(-1).log() - 0.3
-
-    def off(guess: Tensor) -> Tensor:
-        return guess - entropic.unfold(MDP, loss, entropy, guess).log_state
-
-    at = entropic.unfold(MDP, loss, entropy, guess)
-    solved = entropic.invert_jacobian(MDP, entropy, at)(jacrev(off)(guess).mT).mT
-    torch.testing.assert_close(solved, torch.eye(len(guess)).double(), rtol=1e-12, atol=1e-12)
-
-
-def test_what_is_an_entropy():
-    assert all(is_entropy(psi) for psi in ENTROPIES.values())
-    for psi in (
-        occ.jin_luo(MDP),
-        occ.Shannon() + occ.LogBarrier(0.1),
-        occ.Tsallis(),
-        occ.ConditionalEntropy() + occ.Tsallis(),
-    ):
-        assert not is_entropy(psi)
 
 
 def test_starts_may_have_zeros_and_do_not_matter():
@@ -305,24 +280,13 @@ def test_probabilities_and_t_are_differentiated():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_the_closed_form_takes_plain_operations_of_any_type(dtype, scale):
-    """No Newton step and no shaping where losses are moderate; derivatives of every order."""
     mdp = occ.LayeredMDP.random(24, 24, 4, seed=0)
     loss = random_loss(mdp, scale, batch=(2,))
     expected = occ.FTRLStep(mdp, occ.ConditionalEntropy(), backend="engine")(loss)
     step = occ.FTRLStep(mdp.to(dtype=dtype), occ.ConditionalEntropy(), backend="torch")
-    tracked = loss.to(dtype).requires_grad_()
-    q = step(tracked)
+    q = step(loss.to(dtype))
     error = 1e-11 if dtype == torch.float64 else 2e-3
     torch.testing.assert_close(q.double(), expected, rtol=error, atol=error * 1e-3)
-    if scale == 1:
-        names, nodes = set(), [q.grad_fn]
-        while nodes:
-            node = nodes.pop()
-            if node is not None and node not in names:
-                names.add(node)
-                nodes += [parent for parent, _ in node.next_functions]
-        assert not any("Settled" in type(node).__name__ for node in names)
-        assert not any("Poisoned" in type(node).__name__ for node in names)
 
 
 def test_third_derivatives_of_the_closed_form():
@@ -409,6 +373,14 @@ def exploitability(mdp: occ.LayeredMDP, loss: Tensor, q: Tensor) -> float:
     cost = loss + (1 + q.sum(-1).log()).unsqueeze(-1)
     best = occ.optimal_policy(mdp, cost).value[mdp.layer_slices[0]]
     return float((q * cost).sum() - (mdp.initial * best).sum())
+
+
+def test_stages_that_run_out_are_no_certificate(monkeypatch):
+    """Found by experiments.fuzz: the solution of an earlier stage belongs to another w."""
+    monkeypatch.setattr("torch_occ.step.entropic.STAGES", 2)
+    mdp, loss = beach()
+    step = occ.FTRLStep(mdp, occ.ConditionalEntropy() * 1e-4 + Crowd(), backend="torch")
+    assert int(step.solve(loss, check=False).status) == occ.Status.MAX_STEPS
 
 
 @pytest.mark.parametrize(

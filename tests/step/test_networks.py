@@ -71,10 +71,17 @@ def test_a_float32_network_needs_no_casts():
     assert occ.fenchel_young_loss(step, losses(step).detach().float(), target).dtype == q.dtype
 
 
-def test_a_float64_loss_is_not_rounded_for_a_float32_step():
-    step = make().float()
-    with pytest.raises(ValueError, match=r"is torch\.float64 on cpu, the MDP torch\.float32"):
-        step(losses(step).double())
+def test_a_network_may_change_its_number_type():
+    """The step works in that of its MDP, whatever the losses have."""
+    mdp = occ.LayeredMDP.from_graph([("a", "b"), ("a", "c"), ("b", "d"), ("c", "d")], "a", "d")
+    net = nn.ModuleDict({"line": nn.Linear(2, 4), "step": occ.FTRLStep(mdp, occ.Shannon())})
+    paths, x = mdp.occupancy_of(mdp.shortest_path(torch.rand(3, 4))), torch.rand(3, 2)
+    for moved in (net, net.float(), net.double()):
+        losses = mdp.losses(moved["line"](x.to(moved["line"].weight.dtype)))
+        assert moved["step"](losses).dtype == moved["step"].mdp.dtype
+        occ.fenchel_young_loss(moved["step"], losses, paths).sum().backward()
+        assert moved["line"].weight.grad.dtype == moved["line"].weight.dtype
+        net.zero_grad()
 
 
 @each_regularizer

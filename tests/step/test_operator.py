@@ -8,7 +8,8 @@ from torch import nn
 from zoo import REGULARIZERS, random_loss, tensor
 
 import torch_occ as occ
-from torch_occ.step.graph import solve_step
+from torch_occ.learning.losses import fenchel_young
+from torch_occ.step.graph import pull_back_step, solve_step
 
 pytestmark = [
     pytest.mark.usefixtures("both_backends", "fresh_compiler"),
@@ -114,15 +115,57 @@ def test_losses_for_learning():
     target = step(random_loss(mdp, seed=5)).detach()
     states, actions = torch.tensor([[0, 1]]), torch.tensor([[1, 0]])
     functions = {
-        "fenchel_young": (lambda x: occ.fenchel_young_loss(step, 2 * x, target), False),
-        "cost": (lambda x: occ.expected_cost(step, 2 * x, target), True),
-        "likelihood": (lambda x: occ.negative_log_likelihood(step, 2 * x, states, actions), True),
+        "fenchel_young": lambda x: occ.fenchel_young_loss(step, 2 * x, target),
+        "cost": lambda x: occ.expected_cost(step, 2 * x, target),
+        "likelihood": lambda x: occ.negative_log_likelihood(step, 2 * x, states, actions),
     }
-    for function, whole in functions.values():
+    for function in functions.values():
         loss = random_loss(mdp).requires_grad_()
-        compiled = torch.compile(function, backend="aot_eager", fullgraph=whole)
-        found, expected = (torch.autograd.grad(f(loss), loss)[0] for f in (compiled, function))
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        (found, by_found), (expected, by_expected) = (
+            (value, torch.autograd.grad(value, loss)[0])
+            for value in (compiled(loss), function(loss))
+        )
         torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(by_found, by_expected)
+
+
+def test_budgets_are_part_of_a_graph():
+    mdp = small()
+    step = occ.FTRLStep(mdp, occ.Shannon() / occ.Constant(2.0))
+    costs, cost = random_loss(mdp, seed=2).unsqueeze(0), random_loss(mdp, seed=3)
+    limits = (costs[0] * step(random_loss(mdp))).sum().detach() * tensor([0.95])
+
+    def outcome(loss, costs, limits):
+        solution = step.solve(2 * loss, constraints=occ.Budgets(costs, limits))
+        return (solution.q * cost).sum() + solution.multipliers.sum() + solution.slack.sum()
+
+    given = [x.clone().requires_grad_() for x in (random_loss(mdp), costs, limits)]
+    compiled = torch.compile(outcome, backend="aot_eager", fullgraph=True)
+    moving = [*given, *step.parameters()]
+    found, expected = (torch.autograd.grad(f(*given), moving) for f in (compiled, outcome))
+    assert all(float(x.abs().max()) > 0 for x in expected)
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_operators_keep_the_rules_of_torch():
+    mdp = small()
+    step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=1.0))
+    loss, t = random_loss(mdp, batch=(2,)).requires_grad_(), tensor(3.0).requires_grad_()
+    parameters = [x.detach().requires_grad_() for x in step.evaluator.parameters(t)]
+    budgets = [random_loss(mdp, seed=2).unsqueeze(0), tensor([9.0])]
+    for given in ([], budgets):
+        torch.library.opcheck(solve_step, (step.name_in_graphs, loss, t, None, parameters, given))
+    found = [x.detach() for x in solve_step(step.name_in_graphs, loss, t, None, parameters, [])]
+    bars, plain = [torch.ones_like(found[i]) for i in (0, 1, 3, 4)], [loss.detach(), t.detach()]
+    numbers = [x.detach() for x in parameters]
+    for more in (False, True):
+        given = (step.name_in_graphs, bars, found[:4], *plain, numbers, [], more)
+        torch.library.opcheck(pull_back_step, given)
+    entropy = occ.FTRLStep(mdp, occ.ConditionalEntropy())
+    target = entropy(random_loss(mdp, seed=5)).detach()
+    given = (entropy.name_in_graphs, loss, target, t.detach(), None, False)
+    torch.library.opcheck(fenchel_young, given)
 
 
 def test_vmap_inside_a_compiled_function():
@@ -140,7 +183,7 @@ def test_vmap_inside_a_compiled_function():
 
 
 def test_what_is_not_an_operator_runs_between_two_graphs():
-    """Transitions that require gradients, budgets, and check=False."""
+    """Transitions that require gradients, and check=False."""
     mdp = small()
     step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=1.0))
     scores = tensor([[[0.1, 0.2], [0.3, -0.4]]]).requires_grad_()
@@ -153,11 +196,6 @@ def test_what_is_not_an_operator_runs_between_two_graphs():
     compiled = torch.compile(through_transitions, backend="aot_eager")
     pair = [torch.autograd.grad(f(scores), scores)[0] for f in (compiled, through_transitions)]
     torch.testing.assert_close(*pair)
-    limited = occ.FTRLStep(
-        mdp, occ.Shannon(), constraints=occ.Budgets(cost.unsqueeze(0), tensor([1.0]))
-    )
-    found = torch.compile(lambda x: limited(2 * x) * 1.0, backend="aot_eager")(loss)
-    torch.testing.assert_close(found, limited(2 * loss))
     solved = torch.compile(lambda x: step.solve(2 * x, 1.0, check=False).q, backend="aot_eager")(
         loss
     )
@@ -172,16 +210,18 @@ def test_export():
 
 
 def test_export_refuses_what_is_not_an_operator():
-    mdp = small()
-    budgets = occ.Budgets(random_loss(mdp).unsqueeze(0), tensor([9.0]))
-    net = Net(occ.FTRLStep(mdp, occ.Shannon(), constraints=budgets))
-    with pytest.raises(Exception, match="a step with constraints is not an operator of a graph"):
+    class Unchecked(Net):
+        def forward(self, x):
+            return self.step.solve((x @ self.weight).unflatten(-1, self.shape), check=False).q
+
+    net = Unchecked(occ.FTRLStep(small(), occ.Shannon()))
+    with pytest.raises(Exception, match="a step with check=False is not an operator of a graph"):
         torch.export.export(net, (features(),), strict=False)
 
 
 def test_a_program_whose_step_is_gone_says_so():
     with pytest.raises(RuntimeError, match="step -1: this process has no FTRLStep with the MDP"):
-        solve_step("step -1", random_loss(small()), tensor(1.0), None, [])
+        solve_step("step -1", random_loss(small()), tensor(1.0), None, [], [])
 
 
 def test_copies_have_their_own_parameters():

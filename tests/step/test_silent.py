@@ -204,3 +204,10 @@ def test_single_precision_on_a_grid():
     loss = 100 * torch.rand(shape, generator=torch.Generator().manual_seed(0))
     solution = step.solve(loss, check=False)
     assert bool(solution.flow_residual.isfinite())
+
+
+def test_a_compiled_transform_says_what_to_do():
+    step = occ.FTRLStep(MDP, occ.ConditionalEntropy(), backend="torch")
+    slopes = torch.func.vmap(torch.func.grad(lambda loss: step(loss)[0, 0]))
+    with pytest.raises(Exception, match=r"call them without torch\.compile, or"):
+        torch.compile(slopes, backend="eager")(torch.stack([LOSS, LOSS]))

@@ -33,18 +33,6 @@ def test_the_coefficients_by_hand():
     assert pytest.approx(math.sqrt(L * S * A)) == D
 
 
-def test_the_papers_parameters_turn_the_general_theorem_into_the_main_one():
-    """X = B + 1 + 1/sqrt A <= 2 B, Y = D + sqrt(L S) <= 2 D, Z = 3 D: thm:main up to constants."""
-    for horizon, width, actions in ((1, 1, 2), (3, 3, 4), (10, 2, 9)):
-        mdp = occ.LayeredMDP.random(horizon, width, actions)
-        (X, Y, Z), (B, D) = theory.main_general(mdp, theory.Parameters.paper(mdp)), theory.main(mdp)
-        assert pytest.approx(B + 1 + actions**-0.5) == X
-        assert pytest.approx(D + math.sqrt(horizon * mdp.num_states)) == Y
-        assert pytest.approx(3 * D) == Z
-        assert X <= 2 * B
-        assert Y <= 2 * D
-
-
 @settings(max_examples=30)
 @given(cases())
 def test_the_summands(case):
@@ -87,7 +75,7 @@ def test_the_explicit_adversarial_bound_is_the_sum_of_its_lemmas():
     t = torch.arange(1, T + 1, dtype=F64)
     C1, C2, _, _ = theory.bounds.proof_constants(MDP, parameters)
     penalty = (parameters.eta_step(t).sum() * parameters.gamma) * (C1 * math.sqrt(L * S * A) + C2)
-    stability = 8 * parameters.eta(t).sum() * theory.stability.worst_case_stability(MDP)
+    stability = 8 * parameters.eta(t).sum() * theory.terms.worst_case_stability(MDP)
     rest = 2 * L + 64 * L * S * A * math.log(T) + (1 + 0.4) * S * A / (1.7 * math.sqrt(T))
     found = float(theory.adversarial_bound(MDP, parameters, number(T)))
     assert float(theory.lower_order(MDP, parameters, number(T))) == pytest.approx(rest)
@@ -128,15 +116,6 @@ def test_the_stochastic_bound_by_hand():
         assert found == pytest.approx(best_z, rel=1e-5)
 
 
-def test_no_gap_no_bound():
-    mdp = bandit(2)
-    gap = theory.gaps(mdp, torch.full((1, 2), 0.5, dtype=F64))
-    assert float(theory.minimal_gap(mdp, gap, one_hot(mdp, 0))) == 0
-    parameters = theory.Parameters.paper(mdp)
-    found = theory.stochastic_bound(mdp, parameters, gap, one_hot(mdp, 0), number(100))
-    assert float(found) == math.inf
-
-
 # -- slips -----------------------------------------------------------------------------------------
 
 
@@ -164,7 +143,7 @@ def test_the_gap_as_printed_is_negative_at_the_optimal_action():
     printed = [float(Q[a] - min(Q[b] for b in range(3) if b != a)) for a in range(3)]
     assert printed == pytest.approx([-0.3, 0.3, 0.7])
     assert gap[0].tolist() == pytest.approx([0.0, 0.3, 0.7])
-    assert theory.penalty.outside(gap, best) == pytest.approx(1.0)
+    assert theory.terms.outside(gap, best) == pytest.approx(1.0)
 
 
 # -- conditions ------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def test_with_every_checkpoint_the_sums_are_exact():
     limit = theory.penalty_bound(MDP, q, best, plan.policy, alpha)
     inverse = theory.inverse_hessian(MDP, theory.curvatures.curvature(MDP, q, alpha))
     norms = theory.expected_norm(MDP, q, inverse, MEAN.expand_as(q), MEAN.expand_as(q))
-    first_step = theory.stability.first_step_bound(MDP, q, alpha)
+    first_step = theory.terms.first_step_bound(MDP, q, alpha)
     adaptive = theory.stability_bound(MDP, q, plan.policy, alpha)
     expected = {
         "regret": history.regret[:, -1],
@@ -141,13 +141,6 @@ def together():
     return occ.SwitchingLosses(torch.stack([table, 0 * table]), 1)
 
 
-def late():
-    """No losses in the first half of 80 episodes, losses of 1 in the second half."""
-    table = torch.zeros(80, MDP.num_states, MDP.num_actions, dtype=F64)
-    table[40:] = 1.0
-    return occ.TableLosses(table)
-
-
 def losses_played(losses, q):
     """The losses of every episode `(T, N, S, A)` of a process without noise, from all q_t."""
     state, found = losses.start(MDP, range(q.shape[1])), []
@@ -160,19 +153,13 @@ def losses_played(losses, q):
 
 
 @pytest.mark.parametrize(
-    ("losses", "checkpoints", "backend"),
-    [
-        (switching(3), None, "engine"),
-        (together(), None, "torch"),
-        (late(), [1, 5, 20, 40, 80], "engine"),
-        (occ.GreedyAdversary(), None, "engine"),
-        (occ.RandomWalkLosses(0.2), None, "engine"),
-    ],
+    ("losses", "backend"),
+    [(switching(3), "engine"), (together(), "torch"), (occ.GreedyAdversary(), "engine")],
 )
-def test_the_stability_of_moving_losses_is_that_of_every_episode(losses, checkpoints, backend):
+def test_the_stability_of_moving_losses_is_that_of_every_episode(losses, backend):
     """Against a sum over all episodes, each with its own losses and its own inverse Hessian."""
     certificate, recorder, T = theory.Certificate(), theory.Recorder(), 80
-    play(T, certificate, losses=losses, checkpoints=checkpoints, backend=backend)
+    play(T, certificate, losses=losses, backend=backend)
     play(T, recorder, losses=losses, checkpoints=range(1, T + 1), backend=backend)
     q, parameters = recorder.trajectory.q, certificate.parameters
     loss, t = losses_played(losses, q), torch.arange(1, T + 1, dtype=F64).unsqueeze(-1)
@@ -182,21 +169,6 @@ def test_the_stability_of_moving_losses_is_that_of_every_episode(losses, checkpo
     found = certificate.curves["stability"][:, -1]
     torch.testing.assert_close(found, expected, rtol=0.005, atol=0)
     assert bool((certificate.curves["bound_terms"][:, -1] > found).all())
-
-
-def test_moments_are_averaged_since_the_last_checkpoint():
-    table = torch.zeros(4, MDP.num_states, MDP.num_actions, dtype=F64)
-    table[:, :, 0] = torch.tensor([0.2, 0.4, 0.6, 1.0], dtype=F64).unsqueeze(-1)
-    certificate = theory.Certificate()
-    history = play(4, certificate, losses=occ.TableLosses(table), checkpoints=[2, 4])
-    curve = theory.curvatures.curvature(MDP, history.last_q, certificate.parameters.alpha)
-    inverse = theory.inverse_hessian(MDP, curve)
-    norms = [
-        theory.expected_norm(MDP, history.last_q, inverse, mean, mean.square())
-        for mean in table[2:].unsqueeze(1).expand(-1, 3, -1, -1)
-    ]
-    found = certificate.curves["stability_now"][:, -1]
-    torch.testing.assert_close(found, sum(norms) / 2, rtol=1e-10, atol=0)
 
 
 class Asks(occ.Callback):
@@ -215,10 +187,7 @@ class Asks(occ.Callback):
         ("none", "engine", "ftrl", True),
         ("bernoulli", "engine", "leader", False),
         ("uniform", "engine", "fixed", True),
-        ("uniform", "engine", "ftrl", False),
-        ("none", "torch", "ftrl", False),
         ("bernoulli", "torch", "leader", True),
-        ("uniform", "torch", "fixed", True),
     ],
 )
 def test_second_moments_of_every_episode_are_added_up(noise, backend, learner, moving):
@@ -351,10 +320,8 @@ def test_a_run_begun_without_it_cannot_be_continued_with_it(tmp_path):
 
 def test_a_board_that_comes_later_is_an_error_before_the_first_episode(tmp_path):
     board = occ.TensorBoard(tmp_path)
-    certificate = theory.Certificate(board)
-    assert certificate.curves == {}
     with pytest.raises(ValueError, match="must stand before the certificate"):
-        play(5, certificate, board)
+        play(5, theory.Certificate(board), board)
 
 
 def test_other_learners_are_refused_before_the_first_episode():

@@ -1,5 +1,3 @@
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +5,7 @@ from theory_cases import F64, bandit, cases, masked
 from torch.autograd.functional import hessian as autograd_hessian
 
 import torch_occ as occ
-from experiments.theory import draw_policy
+from experiments.statements import draw_policy
 from torch_occ import theory
 from torch_occ.theory.curvatures import inflow_rest
 
@@ -46,39 +44,6 @@ def test_the_hessian_is_that_of_autograd(case):
         # Elsewhere, autograd's own cancellation would make the test empty.
         if float(inflow_rest(case.mdp, case.q)[i].min()) > 1e-6:
             check_hessian(single(case.mdp, i), case.q[i], case.alpha, found[i])
-
-
-def test_and_off_omega_too():
-    mdp = occ.LayeredMDP.random(3, 3, 3, seed=1)
-    q = occ.interior_point(mdp)
-    noise = torch.rand(q.shape, dtype=F64, generator=torch.Generator().manual_seed(0))
-    moved = q * (1 + 0.05 * noise)
-    assert float(occ.mdp.flow_residual(mdp, moved).abs().max()) > 1e-3
-    check_hessian(mdp, moved, 0.7, theory.hessian(mdp, moved, 0.7))
-
-
-def test_entries_as_the_lemma_prints_them():
-    """eq:derivative_1, eq:derivative_2, eq:derivative_3 and zeros elsewhere, one by one."""
-    mdp, alpha = occ.LayeredMDP.random(4, 2, 2, seed=3), 0.6
-    q = occ.occupancy(mdp, draw_policy(mdp, torch.Generator().manual_seed(1)))
-    found = theory.hessian(mdp, q, alpha).reshape(7, 2, 7, 2)
-    P, state, k = mdp.joint_transitions, q.sum(-1), mdp.layer.tolist()
-
-    def c(s, a):
-        return alpha / (4 * (state[s] - q[s, a]) ** 1.5)
-
-    for s, a, s2, a2 in itertools.product(range(7), range(2), range(7), range(2)):
-        expected = 0.0
-        if k[s] == k[s2]:
-            both = itertools.product(range(7), range(2))
-            expected = sum(c(x, b) * P[s, a, x] * P[s2, a2, x] for x, b in both)
-        if (s, a) == (s2, a2):
-            expected += 1 / (4 * q[s, a] ** 1.5) + c(s, a)
-        elif k[s] == k[s2] - 1:
-            expected = -P[s, a, s2] * c(s2, a2)
-        elif k[s] == k[s2] + 1:
-            expected = -P[s2, a2, s] * c(s, a)
-        assert float(found[s, a, s2, a2]) == pytest.approx(float(expected), rel=1e-12, abs=1e-15)
 
 
 def test_both_definitions_agree_on_omega_and_on_its_tangent_space_and_nowhere_else():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from theory_cases import F64, bandit, cases, check, fan, masked, one_hot, tightest
 
 import torch_occ as occ
-from experiments.theory import draw_mapping, draw_policy
+from experiments.statements import draw_mapping, draw_policy
 from torch_occ import theory
 
 
@@ -115,27 +115,15 @@ def test_the_first_part_of_the_penalty_is_nearly_tight_with_two_actions():
     assert 0.9999 < tightest(found) < 1
 
 
-def many_arms(alpha=1e-9, arms=1000):
-    """lem:key_lemma_bound_penalty is nearly tight for one state, small alpha, many rare actions."""
-    mdp = bandit(arms)
-    policy = torch.full((1, arms), 1e-12, dtype=F64)
-    policy[0, 0] = 1 - policy[0, 1:].sum()
-    return mdp, occ.occupancy(mdp, policy), one_hot(mdp, 0), alpha
-
-
 def test_the_penalty_lemma_is_nearly_tight_with_many_arms():
-    mdp, q, mapping, alpha = many_arms()
-    found = theory.bound_on_penalty(mdp, q, mapping, mapping, alpha)
+    """One state, small alpha, many rare actions."""
+    mdp = bandit(1000)
+    policy, mapping = torch.full((1, 1000), 1e-12, dtype=F64), one_hot(mdp, 0)
+    policy[0, 0] = 1 - policy[0, 1:].sum()
+    q = occ.occupancy(mdp, policy)
+    found = theory.bound_on_penalty(mdp, q, mapping, mapping, 1e-9)
     check(found)
     assert 0.93 < tightest(found) < 1
-
-
-def test_a_mapping_has_the_value_that_the_decomposition_uses():
-    """h_s(pi) = 1 + alpha (A - 1) for every mapping, A the actions of that state."""
-    mdp = masked()
-    mapping = draw_mapping(mdp, torch.Generator().manual_seed(0))
-    found = theory.penalty.state_regularizer(mdp, mapping, 0.5)
-    torch.testing.assert_close(found, 1 + 0.5 * (mdp.actions.sum(-1).to(F64) - 1))
 
 
 def test_the_bound_by_hand():

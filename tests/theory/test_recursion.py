@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from theory_cases import F64, cases, check, masked, tightest
 
 import torch_occ as occ
-from experiments.theory import draw_policy
+from experiments.statements import draw_policy, recursive_hessian
 from torch_occ import theory
 from torch_occ.theory.curvatures import P
 
@@ -31,7 +31,7 @@ def check_N(mdp, curve, k, found):
     """N_k is the last block of the dense inverse of M_k."""
     n = mdp.layer_sizes[k] * mdp.num_actions
     own = curve.d_inverse[..., mdp.layer_slices[k], :]
-    expected = torch.linalg.inv(theory.curvatures.M(mdp, curve, k))[..., -n:, -n:]
+    expected = torch.linalg.inv(recursive_hessian(mdp, curve, k))[..., -n:, -n:]
     torch.testing.assert_close(scaled(found, own), scaled(expected, own), rtol=0, atol=1e-10)
 
 
@@ -112,14 +112,6 @@ def test_a_state_of_one_action_is_the_limit_of_a_stiff_one():
     kept = torch.linalg.svd(row[exists].unsqueeze(0)).Vh[1:].mT  # that satisfy the constraint
     expected = kept @ torch.linalg.inv(kept.mT @ H[exists][:, exists] @ kept) @ kept.mT
     torch.testing.assert_close(found[exists][:, exists], expected, rtol=1e-9, atol=1e-12)
-
-
-def test_what_the_recursion_refuses():
-    mdp = masked()
-    with pytest.raises(ValueError, match="alpha: the recursion needs a positive number, got 0"):
-        theory.curvatures.curvature(mdp, occ.interior_point(mdp), 0.0)
-    with pytest.raises(ValueError, match="M_k is finite only if"):
-        theory.curvatures.M(mdp, theory.curvatures.curvature(mdp, occ.interior_point(mdp), 0.5), 1)
 
 
 # -- properties ------------------------------------------------------------------------------------

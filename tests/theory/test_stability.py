@@ -6,7 +6,7 @@ import torch
 from theory_cases import F64, bandit, check, masked, one_hot, tightest
 
 import torch_occ as occ
-from experiments.theory import draw_mapping, draw_policy
+from experiments.statements import draw_mapping, draw_policy
 from torch_occ import theory
 
 
@@ -29,11 +29,11 @@ def test_with_masks_several_start_states_and_states_of_one_action():
 
 def test_the_quadratic_form_is_tight_and_needs_weights_that_are_not_negative():
     w = torch.tensor([0.2, 3.0, 0.0], dtype=F64)
-    ones = theory.stability.quadratic_form_diagonal(torch.ones(3, 3, dtype=F64), w)
+    ones = theory.terms.quadratic_form_diagonal(torch.ones(3, 3, dtype=F64), w)
     check(ones)
     assert tightest(ones) == pytest.approx(1.0)
     w = torch.tensor([1.0, -1.0], dtype=F64)
-    found = theory.stability.quadratic_form_diagonal(torch.eye(2, dtype=F64), w)
+    found = theory.terms.quadratic_form_diagonal(torch.eye(2, dtype=F64), w)
     assert float(found.left) == 2.0 > float(found.right) == 0.0
     assert not bool(found.holds)
 
@@ -129,8 +129,8 @@ def test_the_adaptive_bound_by_hand():
     q = torch.tensor([[0.91, 0.09], [0.96, 0.04]], dtype=F64)
     by_hand = 8 * math.e * 4 * (math.sqrt(2) + 1) * (0.3 + 0.2)
     mapping = one_hot(mdp, 0)
-    adaptive = 2 * theory.stability.second_step_bound(mdp, q, mapping, alpha)
-    worst = theory.stability.worst_case_stability(mdp)
+    adaptive = 2 * theory.terms.second_step_bound(mdp, q, mapping, alpha)
+    worst = theory.terms.worst_case_stability(mdp)
     assert float(adaptive) == pytest.approx(by_hand)
     assert worst == pytest.approx(4 * math.sqrt(8))
     found = theory.stability_bound(mdp, q, mapping, alpha)

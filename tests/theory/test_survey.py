@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from theory_cases import batch_of_mdps, check
 
-from experiments.theory import draw_trajectory, survey
+from experiments.statements import draw_trajectory, survey
 from torch_occ.theory import Statement
 from torch_occ.theory.statements import statement
 

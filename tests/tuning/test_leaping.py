@@ -8,7 +8,7 @@ from threads import THREADS
 from zoo import REGULARIZERS, played_regrets, random_problem
 
 import torch_occ as occ
-from torch_occ.tuning import compiled_leaps
+from torch_occ.tuning import leaps
 
 
 def apart(a, b):
@@ -123,7 +123,7 @@ def test_lanes_leap_as_single_particles_do(regularizer, monkeypatch):
     mdp, mean = random_problem()
     runs = []
     for lanes in (8, None):
-        monkeypatch.setattr(compiled_leaps, "lanes_in", lambda *_, lanes=lanes: lanes)
+        monkeypatch.setattr(leaps, "lanes_in", lambda *_, lanes=lanes: lanes)
         psi = REGULARIZERS[regularizer](mdp)
         runs.append(occ.leap(mdp, psi, mean, 300, particles=10))
     assert torch.equal(runs[0].leaps, runs[1].leaps)

@@ -266,3 +266,12 @@ def test_bad_objectives_are_named(options, message):
     given = {"worlds": [World("stochastic", mdp, mean)], "episodes": 100}
     with pytest.raises(ValueError, match=message):
         ForecastObjective(**(given | options))
+
+
+def test_noise_beyond_what_is_trusted_costs_its_square():
+    mdp, mean, _ = stochastic(1, 300)
+    psi = occ.jin_luo(mdp, beta=0.5)
+    values = [stochastic(1, 300, trust=x)[2](psi).value.item() for x in (0.0, 1.0)]
+    share = occ.forecast(mdp, psi, mean, 300).noise_share.item()
+    assert values[0] - values[1] == pytest.approx(30 * share**2)
+    assert share > 0.01

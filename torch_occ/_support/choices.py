@@ -22,9 +22,8 @@ Backend = Literal["auto", "torch", "engine"]
 def later(module: str) -> Any:
     """Import the module `torch_occ.<module>` on demand.
 
-    This is for two kinds of modules. Adapters to compiled kernels need Numba, which is slow to
-    import. Importers build MDPs of a class that is derived from the class that calls
-    them. No other module of the package imports torch_occ inside a function.
+    Adapters to compiled kernels need Numba, which is slow to import. Importers build MDPs of a
+    class that is derived from the class that calls them. Nothing else is imported in functions.
     """
     return import_module(f"torch_occ.{module}")
 
@@ -37,15 +36,9 @@ def check_backend(backend: Backend) -> Backend:
 
 
 def engine_takes(backend: Backend, why_not: Callable[[], str | None]) -> bool:
-    """Whether to use the engine.
+    """Whether to use the engine; an error if it is demanded and cannot do this work.
 
-    Args:
-        why_not: imports the engine and returns the reason why it cannot do this work, or None if
-            it can.
-
-    Raises:
-        ImportError: if `backend` is "engine" and Numba cannot be imported.
-        ValueError: if `backend` is "engine" and `why_not` gives a reason, or if it is unknown.
+    `why_not` imports the engine and returns the reason why it cannot, or None.
     """
     if check_backend(backend) == "torch":
         return False
@@ -76,12 +69,7 @@ def _without_engine(reason: str) -> None:
 
 @contextmanager
 def extra(name: str, need: str) -> Iterator[None]:
-    """Turn an ImportError inside the block into one that says what to install.
-
-    Args:
-        name: the extra of torch-occ that installs the package.
-        need: what needs which package, for the message.
-    """
+    """Turn an ImportError into one that says what (`need`) requires which extra of torch-occ."""
     try:
         yield
     except ImportError as error:
@@ -89,9 +77,9 @@ def extra(name: str, need: str) -> Iterator[None]:
 
 
 def wants_bar(progress: bool | None) -> bool:
-    """Whether to show a progress bar: if asked for, and by default (None) on a terminal.
+    """Whether to show a progress bar: if asked for, and by default (None) on a terminal with tqdm.
 
-    Not by default without tqdm, nor in the processes of a pool, whose bars would mix.
+    The bars of processes of a pool would mix.
     """
     if progress is not None:
         return progress
@@ -102,15 +90,8 @@ def progress_bar(total: int, done: int, unit: str, label: str = "", after: float
     """A progress bar on standard error, with the speed and the time left, after some seconds."""
     with extra("experiments", "the progress bar needs tqdm"):
         from tqdm import tqdm
-    return tqdm(
-        total=total,
-        initial=done,
-        desc=label or None,
-        unit=unit,
-        dynamic_ncols=True,
-        mininterval=0.5,
-        delay=after,
-    )
+    shown = {"desc": label or None, "unit": unit, "dynamic_ncols": True}
+    return tqdm(total=total, initial=done, mininterval=0.5, delay=after, **shown)
 
 
 def summary_writer(directory: str | Path, **options: Any) -> Any:

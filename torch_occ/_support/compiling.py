@@ -135,9 +135,8 @@ class _RoutineLibrary(private.JITCodeLibrary):
 class _Remembering:
     """Numba's typing context, which remembers what functions of given types return.
 
-    Numba tries up to a hundred definitions of `+` for every `+` in a kernel, and there are
-    thousands. The type of a function contains its definitions, so nothing remembered is out of date
-    when another package adds one. Nothing changes for functions that are not compiled here.
+    Numba tries up to a hundred definitions for each of thousands of `+`. The type of a function
+    contains its definitions, so nothing is out of date when another package adds one.
     """
 
     _found: dict[Any, dict[Any, Any]] = {}  # noqa: RUF012 - shared by all
@@ -264,11 +263,10 @@ def _foreign(kind: Any) -> bool:
 
 
 class _KernelCache(caching.FunctionCache):
-    """A cache in which every file contains a label of the kernel that it holds.
+    """A cache in which every file contains a label; one with the wrong label is ignored.
 
-    Numba writes an index and a data file for each kernel, one after the other. If two processes
-    write at the same time, an index may point to another kernel. A file with the wrong label is
-    ignored.
+    Numba writes an index and a data file for each kernel. If two processes write at the same time,
+    an index may point to another kernel.
     """
 
     _impl_class = _Implementation

@@ -78,13 +78,9 @@ def write_checked(path: str | Path, kind: str, payload: bytes, *, rehearse: bool
 def read_checked(path: str | Path, kind: str, *, any_version: bool = False) -> bytes:
     """Read the bytes that `write_checked` wrote, without the seal.
 
-    Args:
-        kind: the kind that was given to `write_checked`.
-        any_version: accept a file that another version of this package wrote in the same format.
-
     Raises:
-        ValueError: if the file is empty, damaged, truncated, of another kind, of another version,
-            or not a file of this package; it names the path.
+        ValueError: if the file is empty, damaged, of another kind, of another version (unless
+            `any_version` in the same format), or not a file of this package; it names the path.
     """
     content = Path(path).read_bytes()
     payload, seal = _parted(content)
@@ -134,13 +130,9 @@ State = dict[str, Any]
 
 
 class Kept:
-    """Keeps the latest state of some work in memory, and saves it to a file at intervals.
+    """Keeps the latest state of some work, a "run" or a "tuning", and saves it at intervals.
 
-    Args:
-        path: the file.
-        kind: the kind of work, for messages: "run" or "tuning".
-        fingerprints: hashes by which the work is recognized.
-        every: seconds between two saves.
+    The work is recognized by its fingerprints; `every` are the seconds between two saves.
     """
 
     def __init__(
@@ -153,11 +145,7 @@ class Kept:
         self.begun = time.monotonic()
 
     def load(self) -> State | None:
-        """The state from the file, or None if there is no file.
-
-        Raises:
-            ValueError: if the file is damaged, or belongs to other work.
-        """
+        """The state from the file, if any; a ValueError if it is damaged, or of other work."""
         if not self.path.is_file():
             return None
         payload = read_checked(self.path, f"a {self.kind}")
@@ -179,12 +167,7 @@ class Kept:
         return state
 
     def try_first(self, state: State) -> None:
-        """Check, before the work begins, that this state can be written and read back.
-
-        Raises:
-            OSError: if the file cannot be written.
-            ValueError: if `path` holds something else, or the state cannot be read back.
-        """
+        """Check, before the work begins, that this state can be written and read back."""
         if not self.in_file and self.path.is_file():
             body, seal = _parted(self.path.read_bytes())
             if seal.get("sha256") != _sha256(seal, body):
@@ -282,9 +265,7 @@ _WRITTEN = str.maketrans(
 def write_csv(path: str | Path, rows: Sequence[dict[str, Any]], first: Sequence[str] = ()) -> None:
     """Write one line per row, atomically; nothing if there is no column.
 
-    Args:
-        rows: dictionaries. There is a column for every key of any row; missing values are empty.
-        first: columns that come first.
+    There is a column for every key of any row, those of `first` first; missing values are empty.
     """
     columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))
     if not columns:

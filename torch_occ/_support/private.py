@@ -72,6 +72,21 @@ def inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def refuse_compiled_derivatives() -> None:
+    """Refuse torch.func.grad, vjp and jvp inside torch.compile, whose message shows its inside."""
+    kinds = torch._C._functorch.TransformType
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    if any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack):
+        raise NotImplementedError(
+            "torch.compile: torch.func.grad, vjp and jvp of a step are not compiled; call them "
+            "without torch.compile, or compile the step alone and use torch.autograd.grad"
+        )
+
+
+#: What torch.compiler.assume_constant_result does, which imports torch's compiler at once.
+refuse_compiled_derivatives._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def carries_derivative(x: Tensor) -> bool:
     """Whether autograd, forward mode or an enclosing transform may differentiate in x."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
@@ -107,10 +122,7 @@ def outside_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def refuse_batched_derivatives(*tensors: Tensor | None) -> None:
-    """Raise a RuntimeError if autograd batches derivatives with `is_grads_batched`.
-
-    It has its own kind of batched tensors for this, older than torch.func, with few operations.
-    """
+    """Raise a RuntimeError if autograd batches derivatives in its old way, `is_grads_batched`."""
     check = torch._C._functorch.is_legacy_batchedtensor
     if any(x is not None and check(x) for x in tensors):
         raise RuntimeError(
@@ -147,18 +159,12 @@ class _Readable(Tensor):
 
 
 def readable(x: Tensor) -> Tensor:
-    """The same tensor, still differentiable, for which `float(x)` does not warn.
-
-    Inside transforms of torch.func, x is returned unchanged.
-    """
+    """The same tensor, still differentiable, for which `float(x)` does not warn."""
     return x if inside_transform() else x.as_subclass(_Readable)
 
 
 def standard_gamma(shape: Tensor, generator: torch.Generator) -> Tensor:
-    """Gamma variates from an explicit generator, differentiable in the shape.
-
-    torch.distributions takes no generator.
-    """
+    """Gamma variates, differentiable in the shape; torch.distributions takes no generator."""
     return torch._standard_gamma(shape, generator=generator)
 
 
@@ -185,16 +191,6 @@ def held_by(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The parameters of one module by name; `named_parameters` takes several microseconds."""
     return module._parameters
-
-
-def has_children(module: nn.Module) -> bool:
-    """Whether a module has children; `modules` takes several microseconds."""
-    return bool(module._modules)
-
-
-def own_parameter_names(module: nn.Module) -> list[str]:
-    """The names of the parameters of one module, without its children."""
-    return list(module._parameters)
 
 
 # -- other packages ----------------------------------------------------------------------------

@@ -4,7 +4,8 @@ N is the size of the batch. It is merged into the states: arrays that are (N, S,
 (N * S, A) here. An array that is the same for all elements may be passed once.
 
 Elements are solved in groups: of one element in plain arrays, of LANES elements in lanes. `order`
-lists the elements of one group after the other, and may repeat an element to fill a group.
+lists the elements of one group after the other, and may repeat an element to fill a group. In
+lanes, every element may have its own transitions, which are copied to the lanes of its group.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torch_occ.engine.entropic import entropy_of, follow
+from torch_occ.engine.entropic import entropy_of, follow, linear
 from torch_occ.engine.lanes import anywhere, in_lanes, lane, lanes_of
 from torch_occ.engine.layout import (
     DQ,
@@ -27,16 +28,17 @@ from torch_occ.engine.layout import (
     Ints,
     Kinds,
     Model,
+    Solver,
     Terms,
     V,
     Work,
+    choose,
     finite,
     inlined,
     kernel,
 )
-from torch_occ.engine.newton import floor_pairs, retract
-from torch_occ.engine.psi import derive, pair_with
-from torch_occ.engine.transitions import factorize, solve
+from torch_occ.engine.newton import retract
+from torch_occ.engine.psi import pair_with
 
 #: Reported instead of a status when an input is invalid.
 BAD_INPUT = -1
@@ -51,7 +53,6 @@ class Room(NamedTuple):
     by_exponents: Floats
     loss: Floats  # (S * A,)
     source: Floats  # (S,)
-    no_source: Floats  # (0,), a source that is zero
 
 
 def make_room(numbers: int, model: Model, new: Callable[..., Any]) -> Room:
@@ -64,7 +65,6 @@ def make_room(numbers: int, model: Model, new: Callable[..., Any]) -> Room:
         by_exponents=new(numbers),
         loss=new(num_pairs),
         source=new(num_pairs // model.num_actions),
-        no_source=new(0),
     )
 
 
@@ -89,6 +89,52 @@ def read_terms(table: Floats, e: int, n: int, room: Room) -> None:
     copy(table[1, row], lane(room.exponents, n))
 
 
+class Models(NamedTuple):
+    """A batch of MDPs with one layout and dense transitions."""
+
+    next_state: Floats  # (M, S * A, widest layer)
+    initial: Floats  # (M, S_0)
+    conserved: Bools  # (M,); the same for all elements of a group
+    owner: Ints  # (N,), the MDP of every element
+    # The layout, and memory for one MDP per lane: its transitions, arrivals and initial
+    # distribution have a last axis of lanes.
+    memory: Model
+
+
+@inlined
+def _gather_models(models: Models, order: Ints, group: int, width: Any) -> Model:
+    """Copy the MDPs of a group to the lanes."""
+    memory = models.memory
+    next_state, arrivals, initial = memory.next_state, memory.arrivals, memory.initial
+    lanes = len(width)
+    for n in range(lanes):
+        m = models.owner[order[group * lanes + n]]
+        for i in range(next_state.shape[0]):
+            for j in range(next_state.shape[1]):
+                next_state[i, j, n] = models.next_state[m, i, j]
+                arrivals[j, i, n] = models.next_state[m, i, j]
+        for s in range(len(initial)):
+            initial[s, n] = models.initial[m, s]
+    return Model(
+        memory.num_actions,
+        memory.start,
+        in_lanes(next_state, width),
+        in_lanes(arrivals, width),
+        memory.exists,
+        in_lanes(initial, width),
+        models.conserved[models.owner[order[group * lanes]]],
+    )
+
+
+@inlined
+def _same_model(models: Model, order: Ints, group: int, width: Any) -> Model:
+    return models
+
+
+#: The MDP of a group, which is the same for all groups unless there are `Models`.
+model_of_group = choose(lambda kind, *_: kind.instance_class is Models, _gather_models, _same_model)
+
+
 @kernel
 def find_entropies(kinds: Kinds, table: Floats, found: Bools) -> None:
     """Write for every row of a table of weights and exponents whether psi is an entropy."""
@@ -99,7 +145,7 @@ def find_entropies(kinds: Kinds, table: Floats, found: Bools) -> None:
 
 @kernel
 def solve_steps(
-    model: Model,
+    models: Model | Models,
     kinds: Kinds,
     table: Floats,  # (2, N or 1, K or K * S * A), weights and exponents
     loss: Floats,  # (N * S or S, A)
@@ -125,7 +171,9 @@ def solve_steps(
     pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
     lanes, terms = lanes_of(work.notes), Terms(kinds[0], kinds[1], kinds[2], room.exponents)
     losses, starts, solutions = loss.reshape(-1), start.reshape(-1), q.reshape(-1)
+    solver = Solver(terms, room.weights, tolerance, max_steps, starts)
     for group in range(first, stop):
+        model = model_of_group(models, order, group, width)
         for n in range(lanes):
             e, own = order[group * lanes + n], lane(pairs, n)
             read_terms(table, e, n, room)
@@ -143,9 +191,7 @@ def solve_steps(
         if anywhere(good & (not entropy)):
             retract(model, PAIR, good & (not entropy), work)
         work.notes[ERROR], work.notes[GUESSED] = np.inf, 0.0
-        status, steps, decrement, flow, dual = follow(
-            model, terms, room.weights, room.loss, tolerance, max_steps, room.no_source, good, work
-        )
+        status, steps, decrement, flow, dual = follow(model, solver, room.loss, good, work)
         for n in range(lanes):
             e, own, own_v = order[group * lanes + n], lane(pairs, n), lane(work.states, n)
             certificate[e, 0] = lane(status, n) if lane(good, n) else BAD_INPUT
@@ -157,7 +203,7 @@ def solve_steps(
 
 @kernel
 def solve_linear(
-    model: Model,
+    models: Model | Models,
     kinds: Kinds,
     table: Floats,  # (2, N or 1, K or K * S * A), weights and exponents
     q: Floats,  # (N * S, A)
@@ -180,6 +226,7 @@ def solve_linear(
     lanes, terms = lanes_of(work.notes), Terms(kinds[0], kinds[1], kinds[2], room.exponents)
     points, sides, solutions = q.reshape(-1), x.reshape(-1), u.reshape(-1)
     for group in range(first, stop):
+        model = model_of_group(models, order, group, width)
         for n in range(lanes):
             e, own = order[group * lanes + n], lane(pairs, n)
             read_terms(table, e, n, room)
@@ -188,10 +235,7 @@ def solve_linear(
             for i in range(num_pairs):
                 own[PAIR, i] = at[i]
                 own[FORCE, i] = -right[i] if model.exists[PAIR, i] else 0.0
-        floor_pairs(model, work)
-        derive(model, terms, room.weights, np.inf, work)
-        factorize(model, work.notes[GUESSED] == work.notes[GUESSED], work)
-        solve(model, room.source, work)
+        linear(model, terms, room.weights, room.source, work)
         for term in range(len(terms.argument) if len(bars) > 0 else 0):
             numbers = (room.weights, room.by_weights, room.by_exponents)
             pair_with(model, terms, term, *numbers, len(bars) > 1, work)
@@ -203,97 +247,3 @@ def solve_linear(
                 copy(lane(room.by_weights, n), bars[0, e])
             if len(bars) > 1:
                 copy(lane(room.by_exponents, n), bars[1, e])
-
-
-# -- Batches of FTRL steps in which every element has its own transitions, in lanes ----------------
-#
-# The kernels are those of torch_occ.engine.batch. Before a group is solved, the
-# transitions of its elements are copied to the lanes.
-
-
-class Models(NamedTuple):
-    """A batch of MDPs with one layout and dense transitions."""
-
-    next_state: Floats  # (M, S * A, widest layer)
-    initial: Floats  # (M, S_0)
-    conserved: Bools  # (M,); the same for all elements of a group
-    owner: Ints  # (N,), the MDP of every element
-    # The layout, and memory for one MDP per lane: its transitions, arrivals and initial
-    # distribution have a last axis of lanes.
-    memory: Model
-
-
-@inlined
-def gather_models(models: Models, order: Ints, group: int, width: Any) -> Model:
-    """Copy the MDPs of a group to the lanes."""
-    memory = models.memory
-    next_state, arrivals, initial = memory.next_state, memory.arrivals, memory.initial
-    lanes = len(width)
-    for n in range(lanes):
-        m = models.owner[order[group * lanes + n]]
-        for i in range(next_state.shape[0]):
-            for j in range(next_state.shape[1]):
-                next_state[i, j, n] = models.next_state[m, i, j]
-                arrivals[j, i, n] = models.next_state[m, i, j]
-        for s in range(len(initial)):
-            initial[s, n] = models.initial[m, s]
-    return Model(
-        memory.num_actions,
-        memory.start,
-        in_lanes(next_state, width),
-        in_lanes(arrivals, width),
-        memory.exists,
-        in_lanes(initial, width),
-        models.conserved[models.owner[order[group * lanes]]],
-    )
-
-
-@kernel
-def solve_steps_of_models(
-    models: Models,
-    kinds: Kinds,
-    table: Floats,
-    loss: Floats,
-    start: Floats,
-    q: Floats,
-    v: Floats,
-    certificate: Floats,
-    tolerance: float,
-    max_steps: int,
-    order: Ints,
-    first: int,
-    stop: int,
-    room: Room,
-    work: Work,
-    width: Any,
-) -> None:
-    """`solve_steps` in lanes, every element with its own MDP."""
-    for group in range(first, stop):
-        model = gather_models(models, order, group, width)
-        given, found = (table, loss, start), (q, v, certificate)
-        limits, place = (tolerance, max_steps), (group, group + 1)
-        solve_steps(model, kinds, *given, *found, *limits, order, *place, room, work, width)
-
-
-@kernel
-def solve_linear_of_models(
-    models: Models,
-    kinds: Kinds,
-    table: Floats,
-    q: Floats,
-    x: Floats,
-    r: Floats,
-    u: Floats,
-    m: Floats,
-    bars: Floats,
-    order: Ints,
-    first: int,
-    stop: int,
-    room: Room,
-    work: Work,
-    width: Any,
-) -> None:
-    """`solve_linear` in lanes, every element with its own MDP."""
-    for group in range(first, stop):
-        model, place = gather_models(models, order, group, width), (group, group + 1)
-        solve_linear(model, kinds, table, q, x, r, u, m, bars, order, *place, room, work, width)

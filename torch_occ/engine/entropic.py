@@ -27,6 +27,7 @@ from torch_occ.engine.lanes import anywhere, exp, lane, lanes_of, log, sqrt, whe
 from torch_occ.engine.layout import (
     AHEAD,
     BEND,
+    DQ,
     ERROR,
     FITTED,
     FORCE,
@@ -44,11 +45,13 @@ from torch_occ.engine.layout import (
     SHARE,
     SLOPE,
     STATE,
+    TRIAL,
     USED,
     D,
     Floats,
     M,
     Model,
+    Solver,
     Terms,
     U,
     V,
@@ -59,9 +62,12 @@ from torch_occ.engine.layout import (
     finite,
     in_logs,
     inlined,
+    likelihoods,
     routine,
     span,
+    successor,
 )
+from torch_occ.engine.linear import arrive, factorize, solve
 from torch_occ.engine.newton import (
     COARSE,
     EPS,
@@ -71,11 +77,11 @@ from torch_occ.engine.newton import (
     SMALLEST,
     TINY,
     descend,
+    floor_pairs,
     usable,
 )
-from torch_occ.engine.psi import X_LOG_X, number_of
+from torch_occ.engine.psi import X_LOG_X, derive, number_of
 from torch_occ.engine.shaping import shape_loss, shape_rarely
-from torch_occ.engine.transitions import arrive, factorize, likelihoods, solve, successor
 
 # Rows of the scratch memory that have another meaning in the steps of other regularizers.
 LOG_POLICY = GRADIENT  # of pairs: log pi
@@ -290,7 +296,7 @@ def certify_logs(model: Model, price: Any, fine: Any, work: Work) -> tuple[Any, 
 # The Newton direction is found in one of two ways:
 #
 # - While no state occupancy is below `DEAD`, by the linear system that all regularizers share
-# (torch_occ.engine.transitions). Its factors are kept from one episode to the next. -
+# (torch_occ.engine.linear). Its factors are kept from one episode to the next. -
 # Otherwise by the Jacobian for relative changes of u, a dense matrix, for up to `SQUARE` states.
 #
 # Other kernels call `follow` for any psi. Regularizers that are not entropies are passed on to
@@ -299,20 +305,12 @@ def certify_logs(model: Model, price: Any, fine: Any, work: Work) -> tuple[Any, 
 
 @routine
 def _settle_or_descend(
-    model: Model,
-    terms: Terms,
-    weights: Floats,
-    loss: Floats,
-    tolerance: float,
-    max_steps: int,
-    source: Floats,
-    running: Any,
-    work: Work,
+    model: Model, solver: Solver, loss: Floats, running: Any, work: Work
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Minimize from q where `running`; psi is an entropy in all these lanes, or in none."""
-    if anywhere(running & (entropy_of(terms, weights)[0] > 0.0)):
-        return settle(model, terms, weights, loss, tolerance, max_steps, source, running, work)
-    return descend(model, terms, weights, loss, tolerance, max_steps, source, running, work)
+    if anywhere(running & (entropy_of(solver.terms, solver.weights)[0] > 0.0)):
+        return settle(model, solver, loss, running, work)
+    return descend(model, solver, loss, running, work)
 
 
 #: Minimize from q, for any psi; the arguments are those of `newton.descend`.
@@ -321,24 +319,16 @@ follow = choose(in_logs, _settle_or_descend, descend)
 
 @inlined
 def follow_or_restart(
-    model: Model,
-    terms: Terms,
-    weights: Floats,
-    loss: Floats,
-    tolerance: float,
-    max_steps: int,
-    source: Floats,
-    middle: Floats,  # (S * A,), an interior point
-    work: Work,
+    model: Model, solver: Solver, loss: Floats, work: Work
 ) -> tuple[Any, Any, Any, Any, Any]:
     """`follow` from q, and from the middle if that fails; the compiled form of `FTRLStep.solve`.
 
     A warm start may lie too close to the boundary; the middle is a safe start. If both attempts
     fail, the result is that of the first.
     """
-    pairs, notes = work.pairs, work.notes
+    pairs, notes, middle = work.pairs, work.notes, solver.middle
     used = notes[USED] > 0.0
-    found = follow(model, terms, weights, loss, tolerance, max_steps, source, used, work)
+    found = follow(model, solver, loss, used, work)
     failed = used & (found[0] != CONVERGED)
     if anywhere(failed):
         for i in range(len(middle)):
@@ -346,7 +336,7 @@ def follow_or_restart(
             pairs[PAIR, i] = where(failed, middle[i], pairs[PAIR, i])
         notes[ERROR] = where(failed, np.inf, notes[ERROR])
         notes[GUESSED] = where(failed, 0.0, notes[GUESSED])
-        again = follow(model, terms, weights, loss, tolerance, max_steps, source, failed, work)
+        again = follow(model, solver, loss, failed, work)
         lost = failed & (again[0] != CONVERGED)
         for i in range(len(middle)):
             pairs[PAIR, i] = where(lost, pairs[KEPT, i], pairs[PAIR, i])
@@ -409,18 +399,12 @@ entropy_of = choose(in_logs, _entropy_of, _no_entropy)
 
 @routine
 def settle(
-    model: Model,
-    terms: Terms,
-    weights: Floats,
-    loss: Floats,
-    tolerance: float,
-    max_steps: int,
-    source: Floats,
-    running: Any,
-    work: Work,
+    model: Model, solver: Solver, loss: Floats, running: Any, work: Work
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Solve log u(guess) = guess by Newton's method; returns the same as `descend`."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
+    tolerance, max_steps = solver.tolerance, solver.max_steps
+    terms, weights = solver.terms, solver.weights
     stale, status, steps, patience = work.notes[ERROR], MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
     best, decrement, first = np.inf, 0.0, True
     solved, (weight, price) = running, entropy_of(terms, weights)
@@ -466,7 +450,7 @@ def settle(
                 for i in span(s * num_actions, (s + 1) * num_actions):
                     pairs[FORCE, i] = force
                     pairs[AHEAD, i] = 0.0
-            solve(model, source, work)
+            solve(model, None, work)
             for s in range(states.shape[1]):
                 states[M, s] = states[U, s] * states[SHARE, s] / weight
         dead = running & (not alive)
@@ -508,3 +492,54 @@ def settle(
     for s in range(states.shape[1]):
         states[V, s] += states[PLAN, s]
     return where(good, CONVERGED, status), steps, sqrt(max(decrement, 0.0)), flow, dual
+
+
+# -- Linear systems: the derivatives of a step -----------------------------------------------------
+
+
+@routine
+def _solve_any(model: Model, terms: Terms, weights: Floats, source: Floats, work: Work) -> None:
+    floor_pairs(model, work)
+    derive(model, terms, weights, np.inf, work)
+    factorize(model, work.notes[GUESSED] == work.notes[GUESSED], work)
+    solve(model, source, work)
+
+
+@routine
+def _solve_any_or_softly(
+    model: Model, terms: Terms, weights: Floats, source: Floats, work: Work
+) -> None:
+    """With kappa = 0, the system is solved by one pass back and one forth.
+
+    Let m(s) = sum_a pi G with G = P m - x, and u(s) = r(s) + sum u(s',a) P(s|s',a). Then
+    u(s,a) = u(s) pi - q (G - m(s)) / w.
+    """
+    weight, price = entropy_of(terms, weights)
+    if anywhere(not ((weight > 0.0) & (price == 0.0))):
+        _solve_any(model, terms, weights, source, work)
+        return
+    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
+    floor_pairs(model, work)
+    for k in range(len(start) - 2, -1, -1):
+        behind = start[k + 1]
+        after = start[k + 2] - behind if k + 2 < len(start) else 0
+        for s in span(start[k], behind):
+            total, mean = 0.0, 0.0
+            for i in span(s * num_actions, (s + 1) * num_actions):
+                seen = ahead(model.next_state, i, states, V, behind, after) - pairs[FORCE, i]
+                pairs[TRIAL, i] = seen
+                total += pairs[PAIR, i]
+                mean += pairs[PAIR, i] * seen
+            states[0, s], states[V, s] = total, mean / total
+    for k in range(len(start) - 1):
+        arrive(model, DQ, k, work)
+        for s in span(start[k], start[k + 1]):
+            inverse = 1.0 / weight_at(terms, weights, s * num_actions)[0]
+            share = (source[s] + (states[U, s] if k > 0 else 0.0)) / states[0, s]
+            for i in span(s * num_actions, (s + 1) * num_actions):
+                bend = (pairs[TRIAL, i] - states[V, s]) * inverse
+                pairs[DQ, i] = pairs[PAIR, i] * (share - bend)
+
+
+#: Solve H(q) u - E'm = x, E u = r for x in FORCE and the source r: u in DQ, m in V.
+linear = choose(in_logs, _solve_any_or_softly, _solve_any)

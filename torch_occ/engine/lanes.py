@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any, get_type_hints
 
 import numpy as np
@@ -113,6 +113,16 @@ def _bool_to_mask(context: Any, builder: Any, kind: Any, to: Mask, value: Any) -
 # -- operators -------------------------------------------------------------------------------------
 
 
+def _typed(function: Any) -> Callable[[Any], Any]:
+    """A decorator: what a function of the same parameters returns is the function's signature."""
+
+    def register(typer: Any) -> Any:
+        type_callable(function)(lambda context: typer)
+        return typer
+
+    return register
+
+
 def _define(
     functions: Any, takes: type[_LaneType], gives: type[_LaneType], build: Callable[..., Any]
 ) -> None:
@@ -120,14 +130,12 @@ def _define(
     arity = build.__code__.co_argcount - 1
     for function in functions:
 
-        @type_callable(function)
-        def type_it(context: Any) -> Any:
-            def typer(a: Any, b: Any = None) -> Any:
-                kind = takes.among(a) if b is None else takes.among(a, b)
-                return None if kind is None else signature(gives(kind.width), *[kind] * arity)
+        def typer(*kinds: Any) -> Any:
+            kind = takes.among(*kinds)
+            return None if kind is None else signature(gives(kind.width), *[kind] * arity)
 
-            # Numba passes as many arguments as the function has parameters.
-            return (lambda a: typer(a)) if arity == 1 else (lambda a, b: typer(a, b))
+        # Numba passes as many arguments as the function has parameters.
+        _typed(function)((lambda a: typer(a)) if arity == 1 else (lambda a, b: typer(a, b)))
 
         @lower_builtin(function, *[takes] * arity)
         def lower_it(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
@@ -190,9 +198,7 @@ def _elementary(name: str, arity: int) -> Callable[..., Any]:
             return signature(types.float64, *[types.float64] * arity)
         return None
 
-    @type_callable(function)
-    def type_it(context: Any) -> Any:
-        return (lambda x: result(x)) if arity == 1 else (lambda x, y: result(x, y))
+    _typed(function)((lambda x: result(x)) if arity == 1 else (lambda x, y: result(x, y)))
 
     @lower_builtin(function, *[types.Any] * arity)
     def lower_it(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
@@ -236,14 +242,10 @@ def anywhere(condition: Any) -> bool:
     return bool(condition)
 
 
-@type_callable(anywhere)
-def _type_anywhere(context: Any) -> Any:
-    def typer(condition: Any) -> Any:
-        if isinstance(condition, (Mask, types.Boolean)):
-            return signature(types.boolean, condition)
-        return None
-
-    return typer
+@_typed(anywhere)
+def _type_anywhere(condition: Any) -> Any:
+    known = isinstance(condition, Mask | types.Boolean)
+    return signature(types.boolean, condition) if known else None
 
 
 @lower_builtin(anywhere, types.Boolean)
@@ -300,18 +302,25 @@ def width_of(lanes: int | None) -> tuple[int, ...] | None:
     return None if lanes is None else (0,) * lanes
 
 
-def fill_lanes(elements: Any, lanes: Sequence[int]) -> Any:
-    """Memory for an array in lanes, with a copy of one element in each lane."""
-    found = zeros(*elements[0].shape, lanes=len(lanes))
-    for n, element in enumerate(lanes):
-        found[..., n] = elements[element]
+def pack(x: Any, lanes: int | None) -> Any:
+    """The elements of an array `(N, ...)` in groups of lanes, `(groups, ..., lanes)`.
+
+    The last element fills the last group. Without lanes, x itself: each element is a group.
+    """
+    if lanes is None:
+        return x
+    groups, event = -(-len(x) // lanes), x.shape[1:]
+    every = x[np.minimum(np.arange(groups * lanes), len(x) - 1)].reshape(groups, lanes, *event)
+    found = zeros(groups, *event, lanes=lanes)
+    found[...] = np.moveaxis(every, 1, -1)
     return found
 
 
-def scatter(x: Any, elements: Any, lanes: Sequence[int]) -> None:
-    """Copy the first lanes back to their elements."""
-    for n, element in enumerate(lanes):
-        elements[element] = x[..., n]
+def unpack(groups: Any, x: Any) -> None:
+    """Copy what `pack` has made of x back to x."""
+    if groups is not x:
+        every = np.moveaxis(groups, -1, 1).reshape(len(groups) * groups.shape[-1], *x.shape[1:])
+        x[...] = every[: len(x)]
 
 
 def in_lanes(x: Any, width: Any) -> Any:
@@ -343,16 +352,11 @@ def _mapped(x: Any, function: Any) -> Any:
     return types.BaseTuple.from_types(parts, x.instance_class)
 
 
-@type_callable(in_lanes)
-def _type_in_lanes(context: Any) -> Any:
-    def typer(x: Any, width: Any) -> Any:
-        if isinstance(width, types.NoneType):
-            return signature(x, x, width)
-        if isinstance(width, types.BaseTuple):
-            return signature(_mapped(x, lambda part: _laned(part, len(width))), x, width)
-        return None
-
-    return typer
+@_typed(in_lanes)
+def _type_in_lanes(x: Any, width: Any) -> Any:
+    if isinstance(width, types.NoneType):
+        return signature(x, x, width)
+    return signature(_mapped(x, lambda part: _laned(part, len(width))), x, width)
 
 
 @lower_builtin(in_lanes, types.Any, types.Any)
@@ -382,34 +386,19 @@ def _lane_array(context: Any, builder: Any, kind: Any, to: Any, value: Any) -> A
     return found._getvalue()
 
 
-def in_lanes_or_shared(x: Any, width: Any) -> Any:
-    """`in_lanes` of an array with three axes; one with two is shared by all lanes."""
-    return called_by_kernels(x, width)
-
-
-@type_callable(in_lanes_or_shared)
-def _type_in_lanes_or_shared(context: Any) -> Any:
-    def typer(x: Any, width: Any) -> Any:
-        shared = isinstance(width, types.NoneType) or x.ndim != 3
-        return signature(x if shared else _laned(x, len(width)), x, width)
-
-    return typer
-
-
-lower_builtin(in_lanes_or_shared, types.Any, types.Any)(_lower_in_lanes)
-
-
 def _keep_writes(found: str, arguments: Any, aliases: Any, reachable: set[str]) -> None:
     """Tell Numba that an array shares memory with an argument; it would drop writes to others."""
     reachable.add(found)
 
 
-for _name in ("in_lanes", "in_lanes_or_shared", "lane"):
+for _name in ("in_lanes", "lane"):
     alias_func_extensions[_name, __name__] = _keep_writes
 
 
-def _index_type(x: LaneArray, index: Any) -> Any:
-    """The type of a valid index: one integer, or a tuple of them."""
+def _index_type(x: Any, index: Any) -> Any:
+    """The type of a valid index of an array in lanes: one integer, or a tuple of them."""
+    if not isinstance(x, LaneArray):
+        return None
     if x.ndim == 1 and isinstance(index, types.Integer):
         return types.intp
     if isinstance(index, types.BaseTuple) and len(index) == x.ndim:
@@ -417,24 +406,18 @@ def _index_type(x: LaneArray, index: Any) -> Any:
     return None
 
 
-@type_callable(operator.getitem)
-def _type_getitem(context: Any) -> Any:
-    def typer(x: Any, index: Any) -> Any:
-        if isinstance(x, LaneArray) and x.ndim == 2 and isinstance(index, types.Integer):
-            return signature(LaneArray(1, x.width), x, types.intp)  # a row
-        kind = _index_type(x, index) if isinstance(x, LaneArray) else None
-        return None if kind is None else signature(Vector(x.width), x, kind)
-
-    return typer
+@_typed(operator.getitem)
+def _type_getitem(x: Any, index: Any) -> Any:
+    if isinstance(x, LaneArray) and x.ndim == 2 and isinstance(index, types.Integer):
+        return signature(LaneArray(1, x.width), x, types.intp)  # a row
+    kind = _index_type(x, index)
+    return None if kind is None else signature(Vector(x.width), x, kind)
 
 
-@type_callable(operator.setitem)
-def _type_setitem(context: Any) -> Any:
-    def typer(x: Any, index: Any, value: Any) -> Any:
-        kind = _index_type(x, index) if isinstance(x, LaneArray) else None
-        return None if kind is None else signature(types.none, x, kind, Vector(x.width))
-
-    return typer
+@_typed(operator.setitem)
+def _type_setitem(x: Any, index: Any, value: Any) -> Any:
+    kind = _index_type(x, index)
+    return None if kind is None else signature(types.none, x, kind, Vector(x.width))
 
 
 def _place(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
@@ -479,9 +462,9 @@ def _lower_setitem(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
 make_attribute_wrapper(LaneArray, "shape", "shape")
 
 
-@type_callable(len)
-def _type_len(context: Any) -> Any:
-    return lambda x: signature(types.intp, x) if isinstance(x, LaneArray) else None
+@_typed(len)
+def _type_len(x: Any) -> Any:
+    return signature(types.intp, x) if isinstance(x, LaneArray) else None
 
 
 @lower_builtin(len, LaneArray)
@@ -498,9 +481,9 @@ def lanes_of(x: Any) -> int:
     return int(called_by_kernels(x))
 
 
-@type_callable(lanes_of)
-def _type_lanes_of(context: Any) -> Any:
-    return lambda x: signature(types.intp, x)
+@_typed(lanes_of)
+def _type_lanes_of(x: Any) -> Any:
+    return signature(types.intp, x)
 
 
 @lower_builtin(lanes_of, types.Any)
@@ -525,9 +508,9 @@ def _single(x: Any) -> Any:
     return types.Array(types.float64, x.ndim, "A") if isinstance(x, LaneArray) else x
 
 
-@type_callable(lane)
-def _type_lane(context: Any) -> Any:
-    return lambda x, n: signature(_mapped(x, _single), x, types.intp)
+@_typed(lane)
+def _type_lane(x: Any, n: Any) -> Any:
+    return signature(_mapped(x, _single), x, types.intp)
 
 
 @lower_builtin(lane, types.Any, types.Integer)

@@ -214,19 +214,21 @@ def by_learner(function: Callable[..., Any]) -> ByLearner:
 
 def either(dense: Function, sparse: Function) -> Function:
     """Dispatch on dense or sparse transitions, the first argument or a part of it."""
-    return choose(lambda kind, *_: not _is_sparse(kind), dense, sparse)
+    return choose(lambda kind, *_: not _find(Rows, kind), dense, sparse)
 
 
-def _is_sparse(kind: Any) -> bool:
-    """Whether a Numba type is that of `Rows`, or contains it."""
-    return getattr(kind, "instance_class", None) is Rows or any(
-        _is_sparse(part) for part in getattr(kind, "types", ())
-    )
+def _find(sought: type, *kinds: Any) -> Any:
+    """The Numba type of a class of named tuples among some types and their fields, or None."""
+    for kind in kinds:
+        found = kind if getattr(kind, "instance_class", None) is sought else None
+        if found := found or _find(sought, *getattr(kind, "types", ())):
+            return found
+    return None
 
 
 def in_logs(*kinds: Any) -> bool:
     """Whether psi may be an entropy, by the Numba type of the `Terms` among the arguments."""
-    terms = next(kind for kind in kinds if getattr(kind, "instance_class", None) is Terms)
+    terms = _find(Terms, *kinds)
     return isinstance(terms.types[terms.fields.index("logs")], types.Boolean)
 
 
@@ -278,20 +280,28 @@ class Terms(NamedTuple):
 Kinds = tuple[Ints, Ints, Any]
 
 
+class Solver(NamedTuple):
+    """A step without its loss: psi at one episode, and the limits of a solve."""
+
+    terms: Terms
+    weights: Floats  # (K or K * S * A,)
+    tolerance: float
+    max_steps: int
+    middle: Floats  # (S * A,), an interior point for cold starts
+
+
 class Work(NamedTuple):
     """Scratch memory of one solve, or of one in every lane."""
 
     pairs: Floats  # (PAIR_ROWS, S * A)
     states: Floats  # (STATE_ROWS, S); CONJUGATE_ROWS more if transitions are sparse
-    softest: Ints  # (S,): the pair that a policy plays
     moves: Floats  # (widest, S), P_p transposed
     gain: Floats  # (S, widest), the rows of Yhat
     centred: Floats  # (2 * widest, widest * A), centred transitions of a layer
-    squares: Floats  # (3 * widest, widest), matrices of a layer
+    squares: Floats  # (2 * widest, widest), matrices of a layer
     # (S, S + 1), for torch_occ.engine.entropic; empty if there are more than SQUARE states.
     # Lanes use it one after the other.
     jacobian: Shared
-    places: Ints  # (LANES,), the state of every lane on its trajectory
     notes: Floats  # (5,), by the entries above
 
 
@@ -299,7 +309,7 @@ class Work(NamedTuple):
 #: pairs of a sparse one. In lanes, a small batch needs the memory of eight problems.
 NARROW, MANY = 24, 100_000
 
-#: Additional rows of `work.states` for torch_occ.engine.sparse.
+#: Additional rows of `work.states` for torch_occ.engine.linear.
 CONJUGATE_ROWS = 10
 
 
@@ -314,13 +324,11 @@ def make_work(model: Model, new: Callable[..., Any] = lambda *shape: np.zeros(sh
     work = Work(
         new(PAIR_ROWS, num_pairs),
         new(STATE_ROWS + (CONJUGATE_ROWS if sparse else 0), num_states),
-        np.zeros(num_states, np.int64),
         new(widest, num_states),
         new(num_states, widest),
         new(2 * widest, widest * model.num_actions),
-        new(3 * widest, widest),
+        new(2 * widest, widest),
         np.zeros((num_states, num_states + 1) if num_states <= SQUARE else (0, 0)),
-        np.zeros(LANES, np.int64),
         new(5),
     )
     work.notes[ERROR], work.notes[USED] = np.inf, 1.0
@@ -399,3 +407,30 @@ def _ahead_sparse(
 
 
 ahead = either(_ahead_dense, _ahead_sparse)
+
+
+@inlined
+def _likelihoods_dense(next_state: Floats, pair: int, width: int) -> tuple[Floats, int, int]:
+    """An array with the probabilities of the next states, their first index and their number."""
+    return next_state[pair], 0, width
+
+
+@inlined
+def _likelihoods_sparse(next_state: Rows, pair: int, width: int) -> tuple[Floats, int, int]:
+    first, stop = np.int64(next_state.starts[pair]), np.int64(next_state.starts[pair + 1])
+    return next_state.probability, first, stop - first  # type: ignore[return-value]
+
+
+@inlined
+def _successor_dense(next_state: Floats, pair: int, index: int, first: int) -> int:
+    """The next state that probability number `index` belongs to; its layer begins at `first`."""
+    return first + index
+
+
+@inlined
+def _successor_sparse(next_state: Rows, pair: int, index: int, first: int) -> int:
+    return np.int64(next_state.state[np.int64(next_state.starts[pair]) + index])  # type: ignore[return-value]
+
+
+likelihoods = either(_likelihoods_dense, _likelihoods_sparse)
+successor = either(_successor_dense, _successor_sparse)

@@ -12,30 +12,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torch_occ._support.constants import CONVERGED
+from torch_occ.engine import layout as at
 from torch_occ.engine.draws import Generators, binomial_drawn, normal_drawn, uniform_drawn
 from torch_occ.engine.entropic import follow_or_restart
 from torch_occ.engine.lanes import in_lanes, lane, lanes_of
 from torch_occ.engine.layout import (
-    ERROR,
-    GUESSED,
-    INVERSE,
-    PAIR,
-    REST,
-    USED,
-    D,
     Floats,
     Ints,
     Model,
     Rows,
-    Terms,
-    W,
+    Solver,
     Work,
     kernel,
+    likelihoods,
     routine,
+    successor,
 )
 from torch_occ.engine.newton import floor_pairs
 from torch_occ.engine.psi import derive
-from torch_occ.engine.transitions import likelihoods, successor
 
 #: The sum of this many uniform losses is drawn as a normal number.
 MANY = 50.0
@@ -62,10 +56,7 @@ class LeapSettings(NamedTuple):
     stops: Floats  # (C,), checkpoints; leaps end there
     phase: Ints  # (C,), the phase before each stop
     initial: Floats  # (1, S_0)
-    middle: Floats  # (S * A,), an interior point
     accuracy: float  # the largest relative change of q during a leap
-    tolerance: float
-    max_steps: int
 
 
 class Particle(NamedTuple):
@@ -77,42 +68,38 @@ class Particle(NamedTuple):
     counts: Floats  # (2,), by the indices above
     regret: Floats  # (C,), at the stops
     loss: Floats  # (S * A,)
-    weights: Floats  # (K or K * S * A,), scratch
     entering: Floats  # (S,), scratch: visits
 
 
 @kernel
 def leap_to_the_end(
     model: Model,
-    terms: Terms,
+    solver: Solver,  # its weights are overwritten
     settings: LeapSettings,
     particle: Particle,
-    no_source: Floats,  # (0,)
     work: Work,
     width: Any,  # see `in_lanes`
 ) -> None:
     """Play from the first episode to the last stop, with one particle per lane.
 
-    In lanes, exponents, no_source, work and the floats of the particle have a last axis of lanes. A
-    lane that has finished rests until the others have.
+    In lanes, the floats of solver, particle and work have a last axis of lanes. A lane that has
+    finished rests until the others have.
     """
-    terms, particle, work = in_lanes(terms, width), in_lanes(particle, width), in_lanes(work, width)
-    no_source = in_lanes(no_source, width)
-    lanes, loss = lanes_of(particle.loss), particle.loss
-    for i in range(len(settings.middle)):
-        work.pairs[PAIR, i] = settings.middle[i]
+    solver, particle = in_lanes(solver, width), in_lanes(particle, width)
+    work = in_lanes(work, width)
+    lanes = lanes_of(particle.loss)
+    for i in range(work.pairs.shape[1]):
+        work.pairs[at.PAIR, i] = solver.middle[i]
     particle.clock[T] = 1.0
     while True:
         for n in range(lanes):
-            lane(work.notes, n)[USED] = 1.0 if particle.stop[n] < len(settings.stops) else 0.0
-            t, weights = lane(particle.clock, n)[T], lane(particle.weights, n)
+            lane(work.notes, n)[at.USED] = 1.0 if particle.stop[n] < len(settings.stops) else 0.0
+            t, weights = lane(particle.clock, n)[T], lane(solver.weights, n)
             for k in range(len(weights)):
                 weights[k] = settings.powers[0, k] * t ** settings.powers[1, k]
-        work.notes[ERROR], work.notes[GUESSED] = np.inf, 0.0  # discard the factors of the last leap
-        own, tolerance, most = particle.weights, settings.tolerance, settings.max_steps
-        found = follow_or_restart(
-            model, terms, own, loss, tolerance, most, no_source, settings.middle, work
-        )
+        # Discard the factors of the last leap.
+        work.notes[at.ERROR], work.notes[at.GUESSED] = np.inf, 0.0
+        found = follow_or_restart(model, solver, particle.loss, work)
         running = 0
         for n in range(lanes):
             if particle.stop[n] < len(settings.stops):
@@ -122,7 +109,7 @@ def leap_to_the_end(
         if running == 0:
             return
         floor_pairs(model, work)
-        derive(model, terms, particle.weights, np.inf, work)
+        derive(model, solver.terms, solver.weights, np.inf, work)
         longest = longest_leap(model, settings.accuracy, work)
         for n in range(lanes):
             if particle.stop[n] < len(settings.stops):
@@ -153,7 +140,7 @@ def _cost(pairs: Floats, gaps: Floats, phase: int) -> float:
     """⟨q, gaps⟩."""
     total = 0.0
     for i in range(pairs.shape[1]):
-        total += pairs[PAIR, i] * gaps[phase, i]
+        total += pairs[at.PAIR, i] * gaps[phase, i]
     return total
 
 
@@ -171,15 +158,16 @@ def longest_leap(model: Model, accuracy: float, work: Work) -> Any:
     for s in range(work.states.shape[1]):
         total = 0.0
         for i in range(s * actions, (s + 1) * actions):
-            pairs[INVERSE, i] = 1.0 / (pairs[D, i] + pairs[W, i]) if model.exists[PAIR, i] else 0.0
-            total += pairs[INVERSE, i]
+            curvature = pairs[at.D, i] + pairs[at.W, i]
+            pairs[at.INVERSE, i] = 1.0 / curvature if model.exists[at.PAIR, i] else 0.0
+            total += pairs[at.INVERSE, i]
         for i in range(s * actions, (s + 1) * actions):
-            if model.exists[REST, i]:
+            if model.exists[at.REST, i]:
                 others = 0.0  # not total minus own, which could cancel
                 for j in range(s * actions, (s + 1) * actions):
-                    others += pairs[INVERSE, j] if j != i else 0.0
-                slack = accuracy * pairs[PAIR, i] * total / (pairs[INVERSE, i] * others)
-                longest = min(longest, max(slack, pairs[PAIR, i] * slack * slack))
+                    others += pairs[at.INVERSE, j] if j != i else 0.0
+                slack = accuracy * pairs[at.PAIR, i] * total / (pairs[at.INVERSE, i] * others)
+                longest = min(longest, max(slack, pairs[at.PAIR, i] * slack * slack))
     return longest
 
 
@@ -206,22 +194,22 @@ def _play(
         for s in range(start[k], start[k + 1]):
             left, share, last = entering[s], 0.0, -1
             for i in range(s * actions, (s + 1) * actions):
-                if model.exists[PAIR, i]:
-                    share += pairs[PAIR, i]
-                    loss[i] += 0.5 * length if pairs[PAIR, i] >= threshold else 0.0
+                if model.exists[at.PAIR, i]:
+                    share += pairs[at.PAIR, i]
+                    loss[i] += 0.5 * length if pairs[at.PAIR, i] >= threshold else 0.0
                     last = i
             for i in range(s * actions, last + 1):
-                if left <= 0.0 or not model.exists[PAIR, i]:
+                if left <= 0.0 or not model.exists[at.PAIR, i]:
                     continue
                 visits = left
                 if i < last:
-                    visits = binomial_drawn(left, pairs[PAIR, i] / share, generators, n)
-                share -= pairs[PAIR, i]
+                    visits = binomial_drawn(left, pairs[at.PAIR, i] / share, generators, n)
+                share -= pairs[at.PAIR, i]
                 left -= visits
                 if visits > 0.0:
-                    baseline = 0.5 if pairs[PAIR, i] >= threshold else 0.0
+                    baseline = 0.5 if pairs[at.PAIR, i] >= threshold else 0.0
                     charge = _charge(settings.noise, means[i], visits, generators, n)
-                    loss[i] += (charge - baseline * visits) / pairs[PAIR, i]
+                    loss[i] += (charge - baseline * visits) / pairs[at.PAIR, i]
                     if k + 1 < layers:
                         there, width = start[k + 1], start[k + 2] - start[k + 1]
                         _split(visits, model.next_state, i, width, entering, there, generators, n)

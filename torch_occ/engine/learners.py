@@ -10,25 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torch_occ._support.constants import CHUNK, CONVERGED, TIE
+from torch_occ.engine import layout as at
 from torch_occ.engine.entropic import follow_or_restart
 from torch_occ.engine.lanes import Shared, anywhere, lane, sqrt, where
-from torch_occ.engine.layout import (
-    ERROR,
-    GUESSED,
-    PAIR,
-    PLAN,
-    RECENT,
-    TRIAL,
-    USED,
-    Bools,
-    Floats,
-    Model,
-    Terms,
-    Work,
-    ahead,
-    finite,
-    routine,
-)
+from torch_occ.engine.layout import Bools, Floats, Model, Solver, Work, ahead, finite, routine
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 
 # -- a fixed policy --------------------------------------------------------------------------------
@@ -74,9 +59,9 @@ def _propose_empirical(game: Game, t: int, tally: Tally, learner: Any, work: Wor
         average(learner, learner.floor)
     index, radius = work.pairs, learner.scale * np.sqrt(learner.logs[t + 1])
     for i in range(len(learner.mean)):
-        index[TRIAL, i] = learner.mean[i]
+        index[at.TRIAL, i] = learner.mean[i]
         if learner.scale > 0.0:
-            index[TRIAL, i] = max(learner.mean[i] - radius * learner.root[i], learner.floor)
+            index[at.TRIAL, i] = max(learner.mean[i] - radius * learner.root[i], learner.floor)
     plan(game.model, learner.choice, work)
 
 
@@ -124,9 +109,9 @@ def plan(model: Model, choice: Floats, work: Work) -> None:
         after = start[k + 2] - behind if k + 2 < len(start) else 0
         for s in range(start[k], behind):
             for i in range(s * num_actions, (s + 1) * num_actions):
-                pairs[TRIAL, i] += ahead(model.next_state, i, states, PLAN, behind, after)
-            states[PLAN, s], choice[s] = cheapest_pair(
-                model.exists[PAIR], pairs, TRIAL, s * num_actions, (s + 1) * num_actions
+                pairs[at.TRIAL, i] += ahead(model.next_state, i, states, at.PLAN, behind, after)
+            states[at.PLAN, s], choice[s] = cheapest_pair(
+                model.exists[at.PAIR], pairs, at.TRIAL, s * num_actions, (s + 1) * num_actions
             )
 
 
@@ -153,17 +138,6 @@ def cheapest_pair(
 # -- follow the regularized leader -----------------------------------------------------------------
 
 IMPORTANCE_WEIGHTED, IMPLICIT_EXPLORATION, REDUCED_VARIANCE, FULL_INFORMATION = 0, 1, 2, 3
-
-
-class Solver(NamedTuple):
-    """The step of a learner: psi, and the limits of a solve."""
-
-    terms: Terms
-    tolerance: float
-    max_steps: int
-    middle: Floats  # (S * A,), an interior point for cold starts
-    weights: Floats  # (K or K * S * A,), of the episode
-    source: Floats  # (0,), nothing enters the flow from outside
 
 
 class CompiledFTRL(NamedTuple):
@@ -215,7 +189,7 @@ def weigh(solver: Solver, weights: Floats, t: int, work: Work) -> None:
         change = abs(weights[t + 1, k] - weights[t, k])
         if change > 0.0:
             most = max(most, change / abs(weights[t, k]))
-    work.notes[ERROR] += most
+    work.notes[at.ERROR] += most
 
 
 @routine(inline=True)
@@ -229,8 +203,8 @@ def take_step(
     episode = game.before + t + 1
     # Nothing is kept from one chunk to the next, so that a run can continue from a file.
     if (episode - 1) % CHUNK == 0:
-        work.notes[ERROR], work.notes[RECENT], work.notes[GUESSED] = np.inf, 0.0, 0.0
-    used = work.notes[USED] > 0.0
+        work.notes[at.ERROR], work.notes[at.RECENT], work.notes[at.GUESSED] = np.inf, 0.0, 0.0
+    used = work.notes[at.USED] > 0.0
     solve_lanes(model, episode, used, loss, learner, tally, work)
 
 
@@ -239,25 +213,15 @@ def solve_lanes(
     model: Model, episode: int, lanes: Any, loss: Floats, learner: Any, tally: Tally, work: Work
 ) -> None:
     """Solve in some lanes only; nothing changes in the others."""
-    solver, q, used = learner.solver, learner.q, work.notes[USED]
-    work.notes[USED] = where(lanes, used, 0.0)
+    solver, q, used = learner.solver, learner.q, work.notes[at.USED]
+    work.notes[at.USED] = where(lanes, used, 0.0)
     for i in range(len(q)):
-        work.pairs[PAIR, i] = q[i]
-    status, steps, _, flow, dual = follow_or_restart(
-        model,
-        solver.terms,
-        solver.weights,
-        loss,
-        solver.tolerance,
-        solver.max_steps,
-        solver.source,
-        solver.middle,
-        work,
-    )
+        work.pairs[at.PAIR, i] = q[i]
+    status, steps, _, flow, dual = follow_or_restart(model, solver, loss, work)
     for i in range(len(q)):
-        q[i] = work.pairs[PAIR, i]
-        tally.q[i] = work.pairs[PAIR, i]
-    work.notes[USED] = used
+        q[i] = work.pairs[at.PAIR, i]
+        tally.q[i] = work.pairs[at.PAIR, i]
+    work.notes[at.USED] = used
     status, steps = where(lanes, status, CONVERGED + 0.0), where(lanes, steps, 0.0)
     note_solve(episode, status, steps, where(lanes, flow, 0.0), where(lanes, dual, 0.0), tally)
 
@@ -310,7 +274,7 @@ def _propose_shifted(game: Game, t: int, tally: Tally, learner: Any, work: Work)
     room = write_shift(game.model, float(episode), learner)
     take_step(game.model, game, t, learner.loss, learner, tally, work)
     spent = spent_by(learner)
-    refused = (spent > room) & (learner.rule == FROZEN) & (work.notes[USED] > 0.0)
+    refused = (spent > room) & (learner.rule == FROZEN) & (work.notes[at.USED] > 0.0)
     if anywhere(refused):
         # Keep the last shift: the ledger does not change, and the step is taken again.
         for i in range(len(learner.q)):
@@ -361,7 +325,7 @@ def write_shift(model: Model, episode: float, learner: CompiledShifted) -> Any:
         most = learner.cap * (1.0 + learner.stability[k])
         for i in range(start[k] * num_actions, start[k + 1] * num_actions):
             learner.last[i] = learner.shift[i]
-            if model.exists[PAIR, i]:
+            if model.exists[at.PAIR, i]:
                 mean = learner.losses[i] / (1.0 + learner.visits[i])
                 apart = times * mean - learner.cumulative_loss[i]
                 learner.mean[i] = mean

@@ -19,32 +19,12 @@ from torch_occ._support.constants import (
     STALLED,
     UNDERFLOW,
 )
+from torch_occ.engine import layout as at
 from torch_occ.engine.lanes import anywhere, lane, lanes_of, sqrt, where
 from torch_occ.engine.layout import (
-    AHEAD,
-    COMPLEMENT,
-    DQ,
-    ERROR,
-    FITTED,
-    FORCE,
-    GAPS,
-    GRADIENT,
-    LIFT,
-    OTHERS,
-    PAIR,
-    PLAN,
-    RECENT,
-    REST,
-    ROOT,
-    ROOTED,
-    SLOPE,
-    STATE,
-    TRIAL,
     Floats,
     Model,
-    Terms,
-    U,
-    V,
+    Solver,
     Work,
     ahead,
     finite,
@@ -52,6 +32,7 @@ from torch_occ.engine.layout import (
     routine,
     span,
 )
+from torch_occ.engine.linear import arrive, factorize, solve
 from torch_occ.engine.psi import derive, uses
 from torch_occ.engine.shaping import (
     certify,
@@ -64,7 +45,6 @@ from torch_occ.engine.shaping import (
     shape_rarely,
     unit_of,
 )
-from torch_occ.engine.transitions import arrive, factorize, solve
 
 EPS = float(np.finfo(np.float64).eps)
 TINY = float(np.finfo(np.float64).tiny)
@@ -88,21 +68,12 @@ REFINEMENTS = 4
 
 @routine
 def descend(
-    model: Model,
-    terms: Terms,
-    weights: Floats,
-    loss: Floats,
-    tolerance: float,
-    max_steps: int,
-    source: Floats,
-    running: Any,
-    work: Work,
+    model: Model, solver: Solver, loss: Floats, running: Any, work: Work
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Minimize from q, reusing the factors in `work` while they are accurate enough.
 
-    `loss` is flat, (S * A,), and `source` is empty. `running` says which lanes to solve; the others
-    keep their q. Returns status, steps, decrement, flow residual and dual residual; the row V
-    receives the multipliers.
+    `loss` is flat, (S * A,). `running` says which lanes to solve; the others keep their q. Returns
+    status, steps, decrement, flow residual and dual residual; the row V receives the multipliers.
 
     `stale` is the relative error of the factors. Every term of the Hessian is a power of its
     argument with exponent -2 or more, and the relative change of an argument is at most that of
@@ -112,23 +83,19 @@ def descend(
     Lanes iterate together until the last one has finished. A lane that has finished keeps q, its
     factors and its multipliers, so its certificate does not depend on the others.
     """
+    terms, weights, tolerance, max_steps, _ = solver
     pairs, states, num_pairs = work.pairs, work.states, work.pairs.shape[1]
-    stale, first = work.notes[ERROR], True
-    status, steps, patience, best, decrement = (
-        MAX_STEPS + 0.0,
-        0.0,
-        STALL_AFTER + 0.0,
-        np.inf,
-        np.inf,
-    )
-    refresh = not (stale <= usable(work.notes[RECENT]))
+    stale, first = work.notes[at.ERROR], True
+    status, steps, patience = MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
+    best, decrement = np.inf, np.inf
+    refresh = not (stale <= usable(work.notes[at.RECENT]))
     largest = shape_loss(model, loss, work)
     fine = not (EPS * largest <= COARSE * tolerance * least_unit(terms, weights))
     if anywhere(fine):
         shape_rarely(model, loss, fine, work)
-    complement = uses(terms, COMPLEMENT)
+    complement = uses(terms, at.COMPLEMENT)
     # How far q has moved since its derivatives were computed.
-    moved = where((stale < np.inf) & (work.notes[ROOTED] > 0.0), 0.0, np.inf)
+    moved = where((stale < np.inf) & (work.notes[at.ROOTED] > 0.0), 0.0, np.inf)
     running = running & (steps < max_steps)
     while True:
         derive(model, terms, weights, moved, work)
@@ -141,10 +108,10 @@ def descend(
             factorize(model, refresh, work)
             stale = where(refresh, 0.0, stale)
         for i in range(num_pairs):
-            pairs[FORCE, i] = -(pairs[GRADIENT, i] + pairs[GAPS, i])
-        solve(model, source, work)
+            pairs[at.FORCE, i] = -(pairs[at.GRADIENT, i] + pairs[at.GAPS, i])
+        solve(model, None, work)
         for s in range(states.shape[1]):
-            states[FITTED, s] = where(running, states[V, s], states[FITTED, s])
+            states[at.FITTED, s] = where(running, states[at.V, s], states[at.FITTED, s])
         squared, fall, moved = measure(model, work)
         status = where(running & (not finite(moved)), NOT_FINITE, status)
         running = running & finite(moved)
@@ -156,14 +123,14 @@ def descend(
         if anywhere(running & (fall > 0.5)):
             shorten(model, fall > 0.5, work)
         if anywhere(back):
-            alive = retract(model, TRIAL, back, work)
+            alive = retract(model, at.TRIAL, back, work)
             status = where(back & (not alive), UNDERFLOW, status)
             running = running & (alive | (not back))
         for i in range(num_pairs):
-            pairs[PAIR, i] = where(running, pairs[TRIAL, i], pairs[PAIR, i])
+            pairs[at.PAIR, i] = where(running, pairs[at.TRIAL, i], pairs[at.PAIR, i])
         if first:
-            recent = max(moved, 0.9 * work.notes[RECENT])
-            work.notes[RECENT] = where(running, recent, work.notes[RECENT])
+            recent = max(moved, 0.9 * work.notes[at.RECENT])
+            work.notes[at.RECENT] = where(running, recent, work.notes[at.RECENT])
             first = False
         status = where(running & done, STALLED, status)  # until certified below
         decrement = where(running, squared, decrement)
@@ -173,16 +140,14 @@ def descend(
         refresh = stale * following > LIKELY
         moved = where(running, moved, 0.0)
         running = running & (not done) & (steps < max_steps)
-    work.notes[ERROR], work.notes[ROOTED] = stale, 1.0
+    work.notes[at.ERROR], work.notes[at.ROOTED] = stale, 1.0
     follow_multipliers(model, work)
     dual, flow = certify(model, complement, fine, work)
     status = where((status == STALLED) & (not finite(dual)), NOT_FINITE, status)
     unsure = (status == STALLED) & (not (dual <= tolerance))
     if anywhere(unsure):
-        dual, flow = refine(
-            model, terms, weights, tolerance, source, unsure, fine, dual, flow, work
-        )
-    if uses(terms, STATE):
+        dual, flow = refine(model, solver, unsure, fine, dual, flow, work)
+    if uses(terms, at.STATE):
         dual += state_rounding(model, complement, work)
     good = (status == STALLED) & (dual <= tolerance) & (flow <= tolerance)
     convex = is_convex(model, terms, weights, work)
@@ -191,7 +156,7 @@ def descend(
     if anywhere(failed):
         status = where(failed & is_flat(model, work), NOT_CONVEX, status)
     for s in range(states.shape[1]):
-        states[V, s] += states[PLAN, s]
+        states[at.V, s] += states[at.PLAN, s]
     if complement and model.conserved:
         put_back(model, work)
     return status, steps, sqrt(max(decrement, 0.0)), flow, dual
@@ -199,16 +164,7 @@ def descend(
 
 @routine
 def refine(
-    model: Model,
-    terms: Terms,
-    weights: Floats,
-    tolerance: float,
-    source: Floats,
-    wanted: Any,
-    fine: Any,
-    dual: Any,
-    flow: Any,
-    work: Work,
+    model: Model, solver: Solver, wanted: Any, fine: Any, dual: Any, flow: Any, work: Work
 ) -> tuple[Any, Any]:
     """Improve multipliers, and then q, where the dual residual is above the tolerance.
 
@@ -216,35 +172,35 @@ def refine(
     enough for another step. Returns the dual and the flow residual; the row V receives the
     multipliers.
     """
-    pairs, states, complement = work.pairs, work.states, uses(terms, COMPLEMENT)
+    pairs, states, complement = work.pairs, work.states, uses(solver.terms, at.COMPLEMENT)
     moved = wanted & (dual < 0.0)  # nowhere
     for left in range(REFINEMENTS - 1, -1, -1):
         for s in range(states.shape[1]):
-            states[OTHERS, s] = states[V, s]
+            states[at.OTHERS, s] = states[at.V, s]
         for n in range(lanes_of(work.notes)):
             if lane(wanted, n):
                 fit_multipliers(lane(model, n), complement, lane(work, n))
         found = judge_fit(model, complement, fine, work)
         better = wanted & (moved | (found < dual))
         dual = where(better, found, dual)
-        wanted = wanted & (not (dual <= tolerance))
+        wanted = wanted & (not (dual <= solver.tolerance))
         for s in range(states.shape[1]):
-            states[OTHERS, s] = where(better, states[V, s], states[OTHERS, s])
-            states[V, s] = 0.0  # the start of an iterative solver
+            states[at.OTHERS, s] = where(better, states[at.V, s], states[at.OTHERS, s])
+            states[at.V, s] = 0.0  # the start of an iterative solver
         if left > 0 and anywhere(wanted):
-            solve(model, source, work)
+            solve(model, None, work)
             change = measure(model, work)[2]
             wanted = wanted & (change < 0.1)
-            retract(model, TRIAL, wanted, work)
+            retract(model, at.TRIAL, wanted, work)
             for i in range(pairs.shape[1]):
-                pairs[PAIR, i] = where(wanted, pairs[TRIAL, i], pairs[PAIR, i])
-            work.notes[ERROR] += where(wanted, 2.0 * change, 0.0)
+                pairs[at.PAIR, i] = where(wanted, pairs[at.TRIAL, i], pairs[at.PAIR, i])
+            work.notes[at.ERROR] += where(wanted, 2.0 * change, 0.0)
         for s in range(states.shape[1]):
-            states[V, s] = states[OTHERS, s]
+            states[at.V, s] = states[at.OTHERS, s]
         if left == 0 or not anywhere(wanted):
             break
         moved = wanted
-        derive(model, terms, weights, where(moved, np.inf, 0.0), work)
+        derive(model, solver.terms, solver.weights, where(moved, np.inf, 0.0), work)
         if complement and model.conserved:
             lift(model, moved, work)
         flow = where(moved, flow_error(model, work), flow)
@@ -256,8 +212,8 @@ def state_rounding(model: Model, complement: bool, work: Work) -> Any:
     """The relative error of q from rounding slopes of states that are added to those of pairs."""
     error = 0.0
     for i in range(work.pairs.shape[1]):
-        if model.exists[REST, i]:
-            slope = work.states[SLOPE, i // model.num_actions]
+        if model.exists[at.REST, i]:
+            slope = work.states[at.SLOPE, i // model.num_actions]
             error = max(error, EPS * abs(slope / unit_of(model, i, complement, work.pairs)))
     return error
 
@@ -267,12 +223,12 @@ def flow_error(model: Model, work: Work) -> Any:
     """The largest difference between q(s) and its inflow, relative to q(s)."""
     worst, num_actions = 0.0, model.num_actions
     for k in range(len(model.start) - 1):
-        arrive(model, PAIR, k, work)
+        arrive(model, at.PAIR, k, work)
         for s in range(model.start[k], model.start[k + 1]):
             total = 0.0
             for i in range(s * num_actions, (s + 1) * num_actions):
-                total += work.pairs[PAIR, i]
-            worst = max(worst, abs(total - work.states[U, s]) / total)
+                total += work.pairs[at.PAIR, i]
+            worst = max(worst, abs(total - work.states[at.U, s]) / total)
     return worst
 
 
@@ -287,13 +243,13 @@ def follow_multipliers(model: Model, work: Work) -> None:
     """Copy the multipliers of the last Newton step to V, and compute what a certificate reads."""
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     for s in range(states.shape[1]):
-        states[V, s] = states[FITTED, s]
+        states[at.V, s] = states[at.FITTED, s]
     for k in range(len(start) - 1):
-        arrive(model, PAIR, k, work)
+        arrive(model, at.PAIR, k, work)
         behind = start[k + 1]
         after = start[k + 2] - behind if k + 2 < len(start) else 0
         for i in span(start[k] * num_actions, behind * num_actions):
-            pairs[AHEAD, i] = ahead(model.next_state, i, states, V, behind, after)
+            pairs[at.AHEAD, i] = ahead(model.next_state, i, states, at.V, behind, after)
 
 
 @routine
@@ -305,13 +261,13 @@ def shorten(model: Model, wanted: Any, work: Work) -> None:
     """
     pairs, exists, fall = work.pairs, model.exists, 0.0
     for i in range(pairs.shape[1]):
-        if exists[PAIR, i]:
-            fall = max(fall, -(pairs[DQ, i] / pairs[PAIR, i]))
+        if exists[at.PAIR, i]:
+            fall = max(fall, -(pairs[at.DQ, i] / pairs[at.PAIR, i]))
     length = 1.0 / (1.0 + fall)
     for i in range(pairs.shape[1]):
-        if exists[PAIR, i]:
-            left = length * (1.0 + (fall + pairs[DQ, i] / pairs[PAIR, i]))
-            pairs[TRIAL, i] = where(wanted, pairs[PAIR, i] * left, pairs[TRIAL, i])
+        if exists[at.PAIR, i]:
+            left = length * (1.0 + (fall + pairs[at.DQ, i] / pairs[at.PAIR, i]))
+            pairs[at.TRIAL, i] = where(wanted, pairs[at.PAIR, i] * left, pairs[at.TRIAL, i])
 
 
 @routine
@@ -326,13 +282,13 @@ def lift(model: Model, anew: Any, work: Work) -> None:
     for k in range(len(start) - 1):
         most, constant = -1.0, 0.0
         for i in range(start[k] * num_actions, start[k + 1] * num_actions):
-            constant = where(pairs[PAIR, i] > most, pairs[GRADIENT, i], constant)
-            most = max(pairs[PAIR, i], most)
-        constant = where(anew, constant, states[LIFT, start[k]])
-        states[LIFT, start[k]] = constant
+            constant = where(pairs[at.PAIR, i] > most, pairs[at.GRADIENT, i], constant)
+            most = max(pairs[at.PAIR, i], most)
+        constant = where(anew, constant, states[at.LIFT, start[k]])
+        states[at.LIFT, start[k]] = constant
         for i in range(start[k] * num_actions, start[k + 1] * num_actions):
-            if model.exists[PAIR, i]:
-                pairs[GRADIENT, i] -= constant
+            if model.exists[at.PAIR, i]:
+                pairs[at.GRADIENT, i] -= constant
 
 
 @routine
@@ -340,9 +296,9 @@ def put_back(model: Model, work: Work) -> None:
     """Add the constants that `lift` subtracted to the multipliers."""
     total = 0.0
     for k in range(len(model.start) - 2, -1, -1):
-        total += work.states[LIFT, model.start[k]]
+        total += work.states[at.LIFT, model.start[k]]
         for s in range(model.start[k], model.start[k + 1]):
-            work.states[V, s] += total
+            work.states[at.V, s] += total
 
 
 @routine(inline=True)
@@ -351,13 +307,7 @@ def retract(model: Model, row: int, wanted: Any, work: Work) -> Any:
 
     False where a pair underflows.
     """
-    start, num_actions, pairs, states, exists = (
-        model.start,
-        model.num_actions,
-        work.pairs,
-        work.states,
-        model.exists,
-    )
+    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     alive = True
     for k in range(len(start) - 1):
         arrive(model, row, k, work)
@@ -365,10 +315,10 @@ def retract(model: Model, row: int, wanted: Any, work: Work) -> Any:
             total = 0.0
             for i in span(s * num_actions, (s + 1) * num_actions):
                 total += pairs[row, i]
-            ratio = where(wanted, states[U, s] / total, 1.0)
+            ratio = where(wanted, states[at.U, s] / total, 1.0)
             for i in span(s * num_actions, (s + 1) * num_actions):
                 pairs[row, i] *= ratio
-                if exists[PAIR, i]:
+                if model.exists[at.PAIR, i]:
                     alive = alive & (pairs[row, i] > SMALLEST)
     return alive
 
@@ -377,8 +327,8 @@ def retract(model: Model, row: int, wanted: Any, work: Work) -> Any:
 def floor_pairs(model: Model, work: Work) -> None:
     """Raise q to at least SMALLEST, where the derivatives of psi are finite."""
     for i in range(work.pairs.shape[1]):
-        if model.exists[PAIR, i]:
-            work.pairs[PAIR, i] = max(work.pairs[PAIR, i], SMALLEST)
+        if model.exists[at.PAIR, i]:
+            work.pairs[at.PAIR, i] = max(work.pairs[at.PAIR, i], SMALLEST)
 
 
 @routine(inline=True)
@@ -391,11 +341,11 @@ def measure(model: Model, work: Work) -> tuple[Any, Any, Any]:
     pairs, exists = work.pairs, model.exists
     squared, fall, moved, bad = 0.0, -np.inf, 0.0, 0.0
     for i in range(pairs.shape[1]):
-        dq = pairs[DQ, i]
-        pairs[TRIAL, i] = pairs[PAIR, i] + dq
-        if exists[PAIR, i]:
-            squared -= (pairs[GRADIENT, i] + pairs[GAPS, i]) * dq
-            relative = dq * (pairs[PAIR + ROOT, i] * pairs[PAIR + ROOT, i])
+        dq = pairs[at.DQ, i]
+        pairs[at.TRIAL, i] = pairs[at.PAIR, i] + dq
+        if exists[at.PAIR, i]:
+            squared -= (pairs[at.GRADIENT, i] + pairs[at.GAPS, i]) * dq
+            relative = dq * (pairs[at.PAIR + at.ROOT, i] * pairs[at.PAIR + at.ROOT, i])
             bad += relative - relative  # stays 0 unless something is not finite
             fall = max(fall, -relative)
             moved = max(moved, abs(relative))

@@ -17,28 +17,27 @@ from inspect import signature
 from typing import Annotated, Any, NamedTuple
 
 from torch_occ._support.constants import BLOCK, TIE
+from torch_occ.engine import layout as at
 from torch_occ.engine.lanes import (
     LaneArray,
     anywhere,
     in_lanes,
-    in_lanes_or_shared,
     lane,
     where,
 )
 from torch_occ.engine.layout import (
-    PAIR,
     Floats,
     Ints,
     Model,
-    U,
     Work,
     by_learner,
     dispatch,
     inlined,
     kernel,
+    likelihoods,
     routine,
+    successor,
 )
-from torch_occ.engine.transitions import likelihoods, successor
 
 NOISE = {"none": 0, "bernoulli": 1, "uniform": 2}
 
@@ -52,13 +51,17 @@ PerState = Annotated[Floats, "states"]
 class Game(NamedTuple):
     """The episodes of one call for N seeds, and what an episode shows to the learner.
 
-    Seeds have rows and not lanes, except in `means`, which may have a last axis of lanes.
+    Seeds have rows and not lanes, except in `means`, which have a last axis of lanes unless all
+    seeds share them.
     """
 
     model: Model
     means: Floats  # (n or 1, S * A); with a greedy adversary one row, which is overwritten
-    numbers: Floats  # (N, n, L, 3), uniform
-    tables: Floats  # (N, n, S * A), uniform, under full information; else (N, n, 0)
+    width: Any  # of the means, see `in_lanes`; None if the seeds share them
+    numbers: Floats  # (N, chunk, L, 3), uniform
+    tables: Floats  # (N, chunk, S * A), uniform, under full information; else (N, 0, 0)
+    first: int  # the row of the first episode in numbers and tables
+    episodes: int  # n
     before: int  # the number of the previous episode
     noise: int
     greedy: bool  # whether `GreedyAdversary` sets the means after the first episode
@@ -108,8 +111,8 @@ def play(game: Game, tally: Tally, learner: Any, work: Work, width: Any) -> None
     their classes declare as `Shared`. There may be fewer seeds than lanes.
     """
     tally, learner, work = in_lanes(tally, width), in_lanes(learner, width), in_lanes(work, width)
-    means = in_lanes_or_shared(game.means, width)
-    for t in range(game.numbers.shape[1]):
+    means = in_lanes(game.means, game.width)
+    for t in range(game.episodes):
         if t > 0 and game.greedy:
             react(game.model, tally.q, means)
         propose(game, t, tally, learner, work)
@@ -140,7 +143,7 @@ def favour(model: Model, q: Floats, means: Floats) -> None:
         for i in range(first, first + num_actions):
             most = max(most, q[i])
         for i in range(first, first + num_actions):
-            chosen = open_ & (q[i] >= (1.0 - TIE) * most) & model.exists[PAIR, i]
+            chosen = open_ & (q[i] >= (1.0 - TIE) * most) & model.exists[at.PAIR, i]
             means[0, i] = where(chosen, 1.0, 0.0)
             open_ = open_ & (not chosen)
 
@@ -197,7 +200,7 @@ def add_moments(game: Game, t: int, row: int, means: Floats, total: Floats) -> N
     if game.greedy or len(means) > 1:
         add_products(game.noise, means, row, 1.0, total)
     elif t == 0:
-        add_products(game.noise, means, row, float(game.numbers.shape[1]), total)
+        add_products(game.noise, means, row, float(game.episodes), total)
 
 
 @routine
@@ -220,45 +223,23 @@ def add_products(noise: int, means: Floats, row: int, times: float, total: Float
 
 
 @routine(inline=True)
-def occupy_by_choice(model: Model, choice: Floats, q: Floats, work: Work) -> None:
-    """Write the occupancy measure of a deterministic policy into q."""
+def occupy_by(model: Model, policy: Floats, chosen: bool, q: Floats, work: Work) -> None:
+    """Write the occupancy measure of a policy, or of the pair chosen in every state, into q."""
     start, num_actions, states = model.start, model.num_actions, work.states
-    begin_at(model, work)
+    for s in range(start[-1]):
+        states[at.U, s] = model.initial[s] if s < start[1] else 0.0
     for k in range(len(start) - 1):
+        width = start[k + 2] - start[k + 1] if k + 2 < len(start) else 0
         for s in range(start[k], start[k + 1]):
             for i in range(s * num_actions, (s + 1) * num_actions):
-                q[i] = where(choice[s] == float(i), states[U, s], 0.0)
-                move_on(model, k, i, q[i], work)
-
-
-@routine(inline=True)
-def occupy_by_policy(model: Model, policy: Floats, q: Floats, work: Work) -> None:
-    """Write the occupancy measure of a policy into q."""
-    start, num_actions, states = model.start, model.num_actions, work.states
-    begin_at(model, work)
-    for k in range(len(start) - 1):
-        for s in range(start[k], start[k + 1]):
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                q[i] = states[U, s] * policy[i]
-                move_on(model, k, i, q[i], work)
-
-
-@routine(inline=True)
-def begin_at(model: Model, work: Work) -> None:
-    """Write the initial distribution into row U of the states, and zeros behind it."""
-    for s in range(model.start[-1]):
-        work.states[U, s] = model.initial[s] if s < model.start[1] else 0.0
-
-
-@routine(inline=True)
-def move_on(model: Model, k: int, i: int, mass: Any, work: Work) -> None:
-    """Add the mass of pair i of layer k to the next states, in row U."""
-    start = model.start
-    if k + 2 < len(start) and anywhere(mass > 0.0):
-        shares, begin, size = likelihoods(model.next_state, i, start[k + 2] - start[k + 1])
-        for j in range(size):
-            there = successor(model.next_state, i, j, start[k + 1])
-            work.states[U, there] += mass * shares[begin + j]
+                own = where(policy[s] == float(i), 1.0, 0.0) if chosen else policy[i]
+                mass = states[at.U, s] * own
+                q[i] = mass
+                if width > 0 and anywhere(mass > 0.0):
+                    shares, begin, size = likelihoods(model.next_state, i, width)
+                    for j in range(size):
+                        there = successor(model.next_state, i, j, start[k + 1])
+                        states[at.U, there] += mass * shares[begin + j]
 
 
 def by_proposal(function: Any) -> Any:
@@ -283,11 +264,11 @@ def occupy() -> Any:
 
     @routine(inline=True)
     def by_choice(model: Model, q: Floats, learner: Any, work: Work) -> None:
-        occupy_by_choice(model, learner.choice, q, work)
+        occupy_by(model, learner.choice, True, q, work)
 
     @routine(inline=True)
     def by_policy(model: Model, q: Floats, learner: Any, work: Work) -> None:
-        occupy_by_policy(model, learner.policy, q, work)
+        occupy_by(model, learner.policy, False, q, work)
 
     @routine(inline=True)
     def by_q(model: Model, q: Floats, learner: Any, work: Work) -> None:
@@ -326,13 +307,13 @@ def walk(game: Game, t: int, means: Floats, tally: Tally, learner: Any) -> None:
     model, noise, row = game.model, game.noise, min(t, len(means) - 1)
     layers, full = len(model.start) - 1, game.table.shape[1] > 0
     for n in range(len(game.pairs)):
-        charged, last = lane(means, n), game.numbers[n, t, layers - 1, 2]
+        charged, last = lane(means, n), game.numbers[n, game.first + t, layers - 1, 2]
         for i in range(game.table.shape[1]):
-            game.table[n, i] = draw(noise, charged[row, i], game.tables[n, t, i])
+            game.table[n, i] = draw(noise, charged[row, i], game.tables[n, game.first + t, i])
         game.states[n, 0] = index_drawn(model.initial, 0, model.start[1], last)
     for k in range(layers):
         for n in range(len(game.pairs)):
-            uniforms = game.numbers[n, t, k]
+            uniforms = game.numbers[n, game.first + t, k]
             i = pair_drawn(model, tally, learner, n, game.states[n, k], uniforms[0])
             mean = lane(means, n)[row, i]
             loss = game.table[n, i] if full else draw(noise, mean, uniforms[1])
@@ -375,3 +356,69 @@ def index_drawn(shares: Floats, first: int, size: int, uniform: float) -> int:
         cumulative += shares[j]
         index += cumulative <= target
     return index
+
+
+# -- two learners in a game ------------------------------------------------------------------------
+
+
+class Side(NamedTuple):
+    """One player of a game for one seed; the game has Z ends."""
+
+    game: Game
+    tally: Tally
+    last: Ints  # (Z,), the last pair of the player before the end, or -1
+    path: Ints  # (Z, L), all of them, by layer, or -1
+    losses: Floats  # (Z,)
+    learner: Any
+    work: Work
+
+
+@kernel
+def play_both(odds: Floats, numbers: Floats, first: Side, second: Side) -> None:
+    """Play n episodes with uniform numbers `(n,)`; end z has the probability odds(z) q(z) q(z)."""
+    for t in range(len(numbers)):
+        move(t, first)
+        move(t, second)
+        end, rest = 0, min(numbers[t], 1 - 2.0**-50)
+        for z in range(len(odds)):
+            mass = odds[z] * chance_of(first, z) * chance_of(second, z)
+            if mass > 0.0:
+                end = z
+                if rest < mass:
+                    break
+                rest -= mass
+        learn(t, first, end)
+        learn(t, second, end)
+
+
+@routine(inline=True)
+def move(t: int, side: Side) -> None:
+    """Let a player propose, and add its strategy to the sum."""
+    propose(side.game, t, side.tally, side.learner, side.work)
+    occupy(side.game.model, side.tally.q, side.learner, side.work)
+    for i in range(len(side.tally.q)):
+        side.tally.cumulative_occupancy[1, i] += side.tally.q[i]
+    if (side.game.before + t + 1) % BLOCK == 0:
+        close_block(side.tally.cumulative_occupancy)
+
+
+@routine(inline=True)
+def chance_of(side: Side, end: int) -> float:
+    """q of the last pair before an end; 1 if there is none."""
+    return side.tally.q[side.last[end]] if side.last[end] >= 0 else 1.0
+
+
+@routine(inline=True)
+def learn(t: int, side: Side, end: int) -> None:
+    """Write the trajectory to an end, with the loss on the last pair, and observe."""
+    game, q = side.game, side.tally.q
+    for k in range(game.pairs.shape[1]):
+        pair = side.path[end, k]
+        game.states[0, k] = pair // game.model.num_actions
+        game.losses[0, k] = side.losses[end] if pair == side.last[end] else 0.0
+        if pair < 0:
+            pair, game.losses[0, k] = game.model.start[k + 1] * game.model.num_actions - 1, 0.0
+            while not q[pair] > 0.0:  # the layer has the mass 1
+                pair -= 1
+        game.pairs[0, k] = pair
+    observe(game, t, side.tally, side.learner, side.work)

@@ -9,31 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch_occ.engine import layout as at
 from torch_occ.engine.lanes import anywhere, log, power, sqrt, where
-from torch_occ.engine.layout import (
-    BEND,
-    COMPLEMENT,
-    DQ,
-    GRADIENT,
-    OTHERS,
-    PAIR,
-    REST,
-    ROOT,
-    SLOPE,
-    STATE,
-    TRIAL,
-    D,
-    Floats,
-    Model,
-    Terms,
-    U,
-    W,
-    Work,
-    inlined,
-    routine,
-    span,
-    unsigned,
-)
+from torch_occ.engine.layout import Floats, Model, Terms, Work, inlined, routine, span, unsigned
 
 # Elementary functions, by the attribute `code` in torch_occ.regularizers.terms.
 POWER, X_LOG_X, LOG = 0, 1, 2
@@ -81,23 +59,23 @@ def accumulate(function: int, p: Any, weight: Any, table: Floats, row: int) -> N
     if function == POWER and not anywhere(p != 0.5):
         for i in range(table.shape[1]):
             slope, bend = of_root(weight, table[row, i])
-            table[row + SLOPE, i] += slope
-            table[row + BEND, i] += bend
+            table[row + at.SLOPE, i] += slope
+            table[row + at.BEND, i] += bend
     elif function == POWER:
         for i in range(table.shape[1]):
             slope, bend = of_power(p, weight, table[row, i])
-            table[row + SLOPE, i] += slope
-            table[row + BEND, i] += bend
+            table[row + at.SLOPE, i] += slope
+            table[row + at.BEND, i] += bend
     elif function == X_LOG_X:
         for i in range(table.shape[1]):
             slope, bend = of_x_log_x(weight, table[row, i])
-            table[row + SLOPE, i] += slope
-            table[row + BEND, i] += bend
+            table[row + at.SLOPE, i] += slope
+            table[row + at.BEND, i] += bend
     elif function == LOG:
         for i in range(table.shape[1]):
             slope, bend = of_log(weight, table[row, i])
-            table[row + SLOPE, i] += slope
-            table[row + BEND, i] += bend
+            table[row + at.SLOPE, i] += slope
+            table[row + at.BEND, i] += bend
 
 
 @routine
@@ -110,14 +88,14 @@ def accumulate_each(
         for i in range(table.shape[1]):
             weight = number_of(terms, weights, term, step * i)
             slope, bend = of_root(weight, table[row, i])
-            table[row + SLOPE, i] += where(weight != 0.0, slope, 0.0)
-            table[row + BEND, i] += where(weight != 0.0, bend, 0.0)
+            table[row + at.SLOPE, i] += where(weight != 0.0, slope, 0.0)
+            table[row + at.BEND, i] += where(weight != 0.0, bend, 0.0)
     elif function == LOG:
         for i in range(table.shape[1]):
             weight = number_of(terms, weights, term, step * i)
             slope, bend = of_log(weight, table[row, i])
-            table[row + SLOPE, i] += where(weight != 0.0, slope, 0.0)
-            table[row + BEND, i] += where(weight != 0.0, bend, 0.0)
+            table[row + at.SLOPE, i] += where(weight != 0.0, slope, 0.0)
+            table[row + at.BEND, i] += where(weight != 0.0, bend, 0.0)
     else:
         for i in range(table.shape[1]):
             weight = number_of(terms, weights, term, step * i)
@@ -127,8 +105,8 @@ def accumulate_each(
                     slope, bend = of_power(p, weight, table[row, i])
                 else:
                     slope, bend = of_x_log_x(weight, table[row, i])
-                table[row + SLOPE, i] += where(weight != 0.0, slope, 0.0)
-                table[row + BEND, i] += where(weight != 0.0, bend, 0.0)
+                table[row + at.SLOPE, i] += where(weight != 0.0, slope, 0.0)
+                table[row + at.BEND, i] += where(weight != 0.0, bend, 0.0)
 
 
 @inlined
@@ -158,36 +136,37 @@ def derive(model: Model, terms: Terms, weights: Floats, moved: Any, work: Work) 
     `moved` bounds the relative change of q since the last call; infinity if there was none.
     """
     pairs, states, exists, num_actions = work.pairs, work.states, model.exists, model.num_actions
-    rest, complement = uses(terms, REST), uses(terms, COMPLEMENT)
+    rest, complement = uses(terms, at.REST), uses(terms, at.COMPLEMENT)
     if anywhere(not (moved <= 0.0)):
         read_arguments(model, rest, complement, work)
     for argument in range(4):
         rows, row, step = pairs, argument, 1
-        if argument == STATE:
+        if argument == at.STATE:
             rows, row, step = states, 0, num_actions
-        if argument == PAIR or uses(terms, argument):
+        if argument == at.PAIR or uses(terms, argument):
             differentiate(terms, weights, argument, step, moved, rows, row)
-        elif argument == STATE:
+        elif argument == at.STATE:
             for s in range(states.shape[1]):
-                states[SLOPE, s], states[BEND, s] = 0.0, 0.0
+                states[at.SLOPE, s], states[at.BEND, s] = 0.0, 0.0
     for s in range(states.shape[1]):
         begin, left, right = s * num_actions, 0.0, 0.0
         if rest:
             for i in span(begin, begin + num_actions):
-                pairs[GRADIENT, i] = left
-                left += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
+                pairs[at.GRADIENT, i] = left
+                left += pairs[at.REST + at.SLOPE, i] if exists[at.REST, i] else 0.0
         for i in range(begin + num_actions - 1, begin - 1, -1):
-            gradient, d = states[SLOPE, s] + pairs[PAIR + SLOPE, i], pairs[PAIR + BEND, i]
+            gradient = states[at.SLOPE, s] + pairs[at.PAIR + at.SLOPE, i]
+            d = pairs[at.PAIR + at.BEND, i]
             if rest:
-                gradient += pairs[GRADIENT, i] + right
-                if not exists[REST, i]:
-                    pairs[W, i] = 0.0
-                right += pairs[REST + SLOPE, i] if exists[REST, i] else 0.0
-            if complement and exists[COMPLEMENT, i]:
-                gradient -= pairs[COMPLEMENT + SLOPE, i]
-                d += pairs[COMPLEMENT + BEND, i]
-            pairs[GRADIENT, i] = gradient if exists[PAIR, i] else 0.0
-            pairs[D, i] = d if exists[PAIR, i] else 0.0
+                gradient += pairs[at.GRADIENT, i] + right
+                if not exists[at.REST, i]:
+                    pairs[at.W, i] = 0.0
+                right += pairs[at.REST + at.SLOPE, i] if exists[at.REST, i] else 0.0
+            if complement and exists[at.COMPLEMENT, i]:
+                gradient -= pairs[at.COMPLEMENT + at.SLOPE, i]
+                d += pairs[at.COMPLEMENT + at.BEND, i]
+            pairs[at.GRADIENT, i] = gradient if exists[at.PAIR, i] else 0.0
+            pairs[at.D, i] = d if exists[at.PAIR, i] else 0.0
 
 
 @routine
@@ -212,10 +191,10 @@ def differentiate(
             barrier += weights[term] if function == LOG else 0.0
     update_roots(moved, table, row)
     for i in range(table.shape[1]):
-        root = table[row + ROOT, i]
+        root = table[row + at.ROOT, i]
         slope = barrier * root
-        table[row + SLOPE, i] = root * (half + slope)
-        table[row + BEND, i] = -(root * root) * (root * (0.5 * half + slope))
+        table[row + at.SLOPE, i] = root * (half + slope)
+        table[row + at.BEND, i] = -(root * root) * (root * (0.5 * half + slope))
     for term in range(len(terms.argument)):
         if terms.argument[term] == argument:
             p, function = terms.exponent[term], terms.function[term]
@@ -238,7 +217,7 @@ def update_roots(moved: Any, table: Floats, row: int) -> None:
     if anywhere(far):
         for i in range(table.shape[1]):
             root = 1.0 / sqrt(table[row, i])
-            table[row + ROOT, i] = where(far, root, table[row + ROOT, i])
+            table[row + at.ROOT, i] = where(far, root, table[row + at.ROOT, i])
     if anywhere(near):
         refine_roots(near, table, row)
         if anywhere(near & (moved > CLOSE)):
@@ -249,10 +228,10 @@ def update_roots(moved: Any, table: Floats, row: int) -> None:
 def refine_roots(wanted: Any, table: Floats, row: int) -> None:
     """One iteration for 1 / sqrt(x); it makes h = 1 - x root^2 smaller than h^3."""
     for i in range(table.shape[1]):
-        root = table[row + ROOT, i]
+        root = table[row + at.ROOT, i]
         h = 1.0 - table[row, i] * root * root
         better = root + root * (h * (0.5 + 0.375 * h))
-        table[row + ROOT, i] = where(wanted, better, root)
+        table[row + at.ROOT, i] = where(wanted, better, root)
 
 
 @routine(inline=True)
@@ -277,25 +256,26 @@ def read_arguments(model: Model, rest: bool, complement: bool, work: Work) -> No
             begin, left, right = s * num_actions, 0.0, 0.0
             for i in span(begin, begin + num_actions):
                 if rest or complement:
-                    pairs[REST, i] = left
-                left += pairs[PAIR, i]
+                    pairs[at.REST, i] = left
+                left += pairs[at.PAIR, i]
             if rest or complement:
                 for i in range(begin + num_actions - 1, begin - 1, -1):
-                    others = pairs[REST, i] + right
-                    pairs[REST, i] = others if model.exists[REST, i] else 1.0
-                    right += pairs[PAIR, i]
+                    others = pairs[at.REST, i] + right
+                    pairs[at.REST, i] = others if model.exists[at.REST, i] else 1.0
+                    right += pairs[at.PAIR, i]
             states[0, s] = left
             if complement:
-                states[OTHERS, s] = before
+                states[at.OTHERS, s] = before
                 before += left
         if complement:
             after = 0.0
             for s in range(there - 1, here - 1, -1):
-                others = states[OTHERS, s] + after
+                others = states[at.OTHERS, s] + after
                 after += states[0, s]
                 for i in span(s * num_actions, (s + 1) * num_actions):
-                    same = pairs[REST, i] if model.exists[REST, i] else 0.0
-                    pairs[COMPLEMENT, i] = same + others if model.exists[COMPLEMENT, i] else 1.0
+                    same = pairs[at.REST, i] if model.exists[at.REST, i] else 0.0
+                    apart = model.exists[at.COMPLEMENT, i]
+                    pairs[at.COMPLEMENT, i] = same + others if apart else 1.0
 
 
 # -- Derivatives of the gradient of psi by the weights and exponents of its terms ------------------
@@ -317,11 +297,11 @@ def slope_alone(terms: Terms, term: int, step: int, table: Floats, row: int) -> 
     Entry i belongs to pair step * i.
     """
     for i in range(table.shape[1]):
-        table[row + SLOPE, i] = 0.0
+        table[row + at.SLOPE, i] = 0.0
     if terms.function[term] == POWER and len(terms.exponent) > len(terms.argument):
         for i in range(table.shape[1]):
             p = number_of(terms, terms.exponent, term, step * i)
-            table[row + SLOPE, i] = of_power(p, 1.0, table[row, i])[0]
+            table[row + at.SLOPE, i] = of_power(p, 1.0, table[row, i])[0]
     else:
         accumulate(terms.function[term], terms.exponent[term], 1.0, table, row)
 
@@ -348,25 +328,25 @@ def pair_with(
     for s in range(states.shape[1]):  # how the arguments change along u
         left, right = 0.0, 0.0
         for i in range(s * num_actions, (s + 1) * num_actions):
-            own = -pairs[DQ, i] if argument == COMPLEMENT else pairs[DQ, i]
-            pairs[TRIAL, i] = left if argument == REST else own
-            left += pairs[DQ, i]
+            own = -pairs[at.DQ, i] if argument == at.COMPLEMENT else pairs[at.DQ, i]
+            pairs[at.TRIAL, i] = left if argument == at.REST else own
+            left += pairs[at.DQ, i]
         for i in range((s + 1) * num_actions - 1, s * num_actions - 1, -1):
-            pairs[TRIAL, i] += right if argument == REST else 0.0
-            right += pairs[DQ, i]
-        states[U, s] = left
-    rows, row, moved, change, step = pairs, argument, pairs, TRIAL, 1
-    if argument == STATE:
-        rows, row, moved, change, step = states, 0, states, U, num_actions
+            pairs[at.TRIAL, i] += right if argument == at.REST else 0.0
+            right += pairs[at.DQ, i]
+        states[at.U, s] = left
+    rows, row, moved, change, step = pairs, argument, pairs, at.TRIAL, 1
+    if argument == at.STATE:
+        rows, row, moved, change, step = states, 0, states, at.U, num_actions
     slope_alone(terms, term, step, rows, row)
     first, value, in_exponent = term * pairs.shape[1], 0.0, 0.0
     if each:
         for i in range(first, first + pairs.shape[1]):
             by_weights[i], by_exponents[i] = 0.0, 0.0
     for i in range(rows.shape[1]):
-        if argument == STATE or model.exists[argument, i]:
+        if argument == at.STATE or model.exists[argument, i]:
             p = number_of(terms, terms.exponent, term, step * i)
-            slope = rows[row + SLOPE, i] * moved[change, i]
+            slope = rows[row + at.SLOPE, i] * moved[change, i]
             turned = slope * by_exponent(function, p, rows[row, i]) if bent else 0.0
             value += slope
             in_exponent += turned

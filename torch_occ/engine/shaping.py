@@ -11,43 +11,19 @@ from typing import Any
 
 import numpy as np
 
+from torch_occ.engine import layout as at
 from torch_occ.engine.lanes import anywhere, lane, lanes_of, where
 from torch_occ.engine.layout import (
-    AHEAD,
-    BEND,
-    COMPLEMENT,
-    CURVES,
-    DQ,
-    FITTED,
-    FORCE,
-    GAPS,
-    GRADIENT,
-    INVERSE,
-    LIFT,
-    OTHERS,
-    PAIR,
-    PLAN,
-    PULL,
-    RESPONSE,
-    REST,
-    ROUNDING,
-    SHARE,
-    TRIAL,
-    D,
     Floats,
-    M,
     Model,
-    Rows,
     Terms,
-    U,
-    V,
-    W,
     Work,
     ahead,
-    either,
     inlined,
+    likelihoods,
     routine,
     span,
+    successor,
     unsigned,
 )
 from torch_occ.engine.psi import bend_at_one, number_of, varies
@@ -59,7 +35,7 @@ DIGITS, CUTTER = 24, 1.5 * 2.0**26
 FINE = EPS * 2.0 ** (2 - DIGITS)  # the rounding error of `shape_finely`, relative to the values
 
 # Rows of the states that are free while the loss is shaped.
-LOW, LEADING, SECOND, LEFT, BASE = PULL, U, FITTED, M, OTHERS
+LOW, LEADING, SECOND, LEFT, BASE = at.PULL, at.U, at.FITTED, at.M, at.OTHERS
 
 
 @routine(inline=True)
@@ -73,15 +49,15 @@ def shape_loss(model: Model, loss: Floats, work: Work) -> Any:
         for s in span(start[k], behind):
             best = np.inf
             for i in span(s * num_actions, (s + 1) * num_actions):
-                if model.exists[PAIR, i]:
-                    total = loss[i] + ahead(model.next_state, i, states, PLAN, behind, after)
-                    pairs[GAPS, i] = total
+                if model.exists[at.PAIR, i]:
+                    total = loss[i] + ahead(model.next_state, i, states, at.PLAN, behind, after)
+                    pairs[at.GAPS, i] = total
                     best = min(best, total)
-            states[PLAN, s] = best
+            states[at.PLAN, s] = best
             largest = max(largest, abs(best))
-            states[V, s] = 0.0  # the start of an iterative solver
+            states[at.V, s] = 0.0  # the start of an iterative solver
             for i in span(s * num_actions, (s + 1) * num_actions):
-                pairs[GAPS, i] = pairs[GAPS, i] - best if model.exists[PAIR, i] else 0.0
+                pairs[at.GAPS, i] = pairs[at.GAPS, i] - best if model.exists[at.PAIR, i] else 0.0
     return largest
 
 
@@ -92,7 +68,7 @@ def least_unit(terms: Terms, weights: Floats) -> Any:
         return least_of_each(terms, weights)
     unit = 0.0
     for term in range(len(terms.argument)):
-        if terms.argument[term] == PAIR:
+        if terms.argument[term] == at.PAIR:
             unit += bend_at_one(terms.function[term], terms.exponent[term]) * weights[term]
     return unit
 
@@ -104,7 +80,7 @@ def least_of_each(terms: Terms, weights: Floats) -> Any:
     for i in range(max(len(weights), len(terms.exponent)) // count):
         unit = 0.0
         for term in range(count):
-            if terms.argument[term] == PAIR:
+            if terms.argument[term] == at.PAIR:
                 p = number_of(terms, terms.exponent, term, i)
                 unit += bend_at_one(terms.function[term], p) * number_of(terms, weights, term, i)
         least = min(least, unit)
@@ -123,60 +99,62 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
     for k in range(len(start) - 2, -1, -1):
         here, behind = start[k], start[k + 1]
         after = start[k + 2] - behind if k + 2 < len(start) else 0
-        cut_values(behind, behind + after, PLAN, states)
+        cut_values(behind, behind + after, at.PLAN, states)
         for j in range(after):
-            states[V, behind + j] = np.sqrt(1.0 + j)  # to tell rows of P apart
+            states[at.V, behind + j] = np.sqrt(1.0 + j)  # to tell rows of P apart
         lowest, highest = np.inf, -np.inf
         for s in range(here, behind):
             first, base = s * num_actions, np.inf
             for i in range(first, first + num_actions):
-                base = min(base, loss[i]) if exists[PAIR, i] else base
+                base = min(base, loss[i]) if exists[at.PAIR, i] else base
             states[BASE, s] = base
             lowest, highest = min(lowest, base), max(highest, base)
             best = -1
             for i in range(first, first + num_actions):
-                pairs[GAPS, i], pairs[TRIAL, i], pairs[ROUNDING, i] = 0.0, 0.0, 0.0
-                if exists[PAIR, i]:
+                pairs[at.GAPS, i], pairs[at.TRIAL, i], pairs[at.ROUNDING, i] = 0.0, 0.0, 0.0
+                if exists[at.PAIR, i]:
                     high, low = two_sum(loss[i], -base)
                     expected, rest, off, size = expect(model.next_state, i, states, behind, after)
                     rest -= (expected + rest) * off if model.conserved else 0.0
                     high, lost = two_sum(high, expected)
-                    pairs[GAPS, i], pairs[TRIAL, i] = two_sum(high, low + lost + rest)
-                    pairs[ROUNDING, i], pairs[RESPONSE, i], pairs[DQ, i] = size, expected, rest
-                    pairs[FORCE, i] = ahead(model.next_state, i, states, V, behind, after)
+                    pairs[at.GAPS, i], pairs[at.TRIAL, i] = two_sum(high, low + lost + rest)
+                    pairs[at.RESPONSE, i], pairs[at.DQ, i] = expected, rest
+                    pairs[at.ROUNDING, i] = size
+                    pairs[at.FORCE, i] = ahead(model.next_state, i, states, at.V, behind, after)
                     order = before(pairs, i, best) if best >= 0 else -1.0
                     # Beside huge values, totals may be equal although the losses differ.
                     if order < 0.0 or (order == 0.0 and loss[i] < loss[best]):
                         best = i
-            high, low, size = pairs[GAPS, best], pairs[TRIAL, best], pairs[ROUNDING, best]
-            expected, rest = pairs[RESPONSE, best], pairs[DQ, best]
+            high, low, size = pairs[at.GAPS, best], pairs[at.TRIAL, best], pairs[at.ROUNDING, best]
+            expected, rest = pairs[at.RESPONSE, best], pairs[at.DQ, best]
             for i in range(first, first + num_actions):
-                if exists[PAIR, i]:
+                if exists[at.PAIR, i]:
                     # Where the expected values are equal, so are their rounding errors.
-                    apart = pairs[RESPONSE, i] != expected or pairs[DQ, i] != rest
-                    gap = (pairs[GAPS, i] - high) + (pairs[TRIAL, i] - low)
-                    pairs[GAPS, i] = gap if apart else max(loss[i] - loss[best], 0.0)
+                    apart = pairs[at.RESPONSE, i] != expected or pairs[at.DQ, i] != rest
+                    gap = (pairs[at.GAPS, i] - high) + (pairs[at.TRIAL, i] - low)
+                    pairs[at.GAPS, i] = gap if apart else max(loss[i] - loss[best], 0.0)
                     # Where rows of P differ, they may have lost what sets them apart.
-                    unlike = pairs[FORCE, i] != pairs[FORCE, best]
-                    hidden = EPS * (abs(pairs[DQ, i]) + abs(rest)) if unlike else 0.0
-                    pairs[ROUNDING, i] = FINE * (pairs[ROUNDING, i] + size) if apart else hidden
-            states[PLAN, s], states[LOW, s] = high, low
-            states[V, s] = 0.0  # the start of an iterative solver
+                    unlike = pairs[at.FORCE, i] != pairs[at.FORCE, best]
+                    hidden = EPS * (abs(pairs[at.DQ, i]) + abs(rest)) if unlike else 0.0
+                    rounding = FINE * (pairs[at.ROUNDING, i] + size)
+                    pairs[at.ROUNDING, i] = rounding if apart else hidden
+            states[at.PLAN, s], states[LOW, s] = high, low
+            states[at.V, s] = 0.0  # the start of an iterative solver
         for j in range(after):
-            states[V, behind + j] = 0.0
+            states[at.V, behind + j] = 0.0
         # The number closest to zero between the lowest and the highest base. Subtracting it makes
         # no base larger in absolute value.
         constant = max(lowest, 0.0) + min(highest, 0.0) if model.conserved else 0.0
-        states[LIFT, here] = constant
+        states[at.LIFT, here] = constant
         for s in range(here, behind):
             high, low = two_sum(states[BASE, s], -constant)
-            high, lost = two_sum(high, states[PLAN, s])
-            states[PLAN, s], states[LOW, s] = two_sum(high, low + lost + states[LOW, s])
+            high, lost = two_sum(high, states[at.PLAN, s])
+            states[at.PLAN, s], states[LOW, s] = two_sum(high, low + lost + states[LOW, s])
     total = 0.0
     for k in range(len(start) - 2, -1, -1):
-        total += states[LIFT, start[k]]
+        total += states[at.LIFT, start[k]]
         for s in range(start[k], start[k + 1]):
-            states[PLAN, s] += total
+            states[at.PLAN, s] += total
 
 
 @routine(inline=True)
@@ -190,7 +168,7 @@ def shape_rarely(model: Model, loss: Floats, fine: Any, work: Work) -> None:
 @inlined
 def before(pairs: Floats, i: int, j: int) -> float:
     """The difference of the totals of pairs i and j; negative if that of i is smaller."""
-    return (pairs[GAPS, i] - pairs[GAPS, j]) + (pairs[TRIAL, i] - pairs[TRIAL, j])
+    return (pairs[at.GAPS, i] - pairs[at.GAPS, j]) + (pairs[at.TRIAL, i] - pairs[at.TRIAL, j])
 
 
 @inlined
@@ -239,34 +217,19 @@ def share_of(p: float, s: Any, states: Floats) -> tuple[float, float, float, flo
 
 
 @inlined
-def _expect_dense(
-    next_state: Floats, pair: int, states: Floats, first: int, width: int
+def expect(
+    next_state: Any, pair: int, states: Floats, first: int, width: int
 ) -> tuple[float, float, float, float]:
     """E[value | pair] as a sum of two numbers, the row sum of P minus one, and E|value|."""
     exact, second, rest, total, more, size = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    for j in range(width):
-        a, b, c, d, e, f = share_of(next_state[pair, j], unsigned(first + j), states)
+    shares, begin, count = likelihoods(next_state, pair, width)
+    for j in range(count):
+        s = unsigned(successor(next_state, pair, j, first))
+        a, b, c, d, e, f = share_of(shares[begin + j], s, states)
         exact, second, rest = exact + a, second + b, rest + c
         total, more, size = total + d, more + e, size + f
     exact, lost = two_sum(exact, second)
     return exact, lost + rest, (total - 1.0) + more, size
-
-
-@inlined
-def _expect_sparse(
-    next_state: Rows, pair: int, states: Floats, first: int, width: int
-) -> tuple[float, float, float, float]:
-    exact, second, rest, total, more, size = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    for entry in range(next_state.starts[pair], next_state.starts[pair + 1]):
-        p, s = next_state.probability[entry], next_state.state[entry]
-        a, b, c, d, e, f = share_of(p, s, states)
-        exact, second, rest = exact + a, second + b, rest + c
-        total, more, size = total + d, more + e, size + f
-    exact, lost = two_sum(exact, second)
-    return exact, lost + rest, (total - 1.0) + more, size
-
-
-expect = either(_expect_dense, _expect_sparse)
 
 
 # -- The certificate of a step, compiled: residuals that measure how far q is from the solution ----
@@ -284,10 +247,10 @@ def unit_of(model: Model, i: int, complement: bool, pairs: Floats) -> Any:
 
     A term of another argument contributes its curvature times the smaller of q and that argument.
     """
-    q = pairs[PAIR, i]
-    unit = q * pairs[PAIR + BEND, i] + min(q, pairs[REST, i]) * pairs[W, i]
-    if complement and model.exists[COMPLEMENT, i]:
-        unit += min(q, pairs[COMPLEMENT, i]) * pairs[COMPLEMENT + BEND, i]
+    q = pairs[at.PAIR, i]
+    unit = q * pairs[at.PAIR + at.BEND, i] + min(q, pairs[at.REST, i]) * pairs[at.W, i]
+    if complement and model.exists[at.COMPLEMENT, i]:
+        unit += min(q, pairs[at.COMPLEMENT, i]) * pairs[at.COMPLEMENT + at.BEND, i]
     return unit
 
 
@@ -303,25 +266,24 @@ def certify(model: Model, complement: bool, fine: Any, work: Work) -> tuple[Any,
     for s in range(states.shape[1]):
         total = 0.0
         for i in span(s * num_actions, (s + 1) * num_actions):
-            if model.exists[PAIR, i]:
-                total += pairs[PAIR, i]
-                shaping = states[V, s] - pairs[AHEAD, i]  # E'v
-                residual = abs(pairs[GRADIENT, i] + pairs[GAPS, i] - shaping)
+            if model.exists[at.PAIR, i]:
+                total += pairs[at.PAIR, i]
+                shaping = states[at.V, s] - pairs[at.AHEAD, i]  # E'v
+                residual = abs(pairs[at.GRADIENT, i] + pairs[at.GAPS, i] - shaping)
                 unit = unit_of(model, i, complement, pairs)
-                if not model.exists[REST, i]:
+                if not model.exists[at.REST, i]:
                     # A state with one action has no choice; its equation only determines v.
                     # Its residual is relative to the terms of the equation.
-                    unit = max(
-                        unit, abs(pairs[GRADIENT, i]) + abs(pairs[GAPS, i]) + abs(shaping) + TINY
-                    )
+                    size = abs(pairs[at.GRADIENT, i]) + abs(pairs[at.GAPS, i])
+                    unit = max(unit, size + abs(shaping) + TINY)
                 elif anywhere(fine):
                     # An error common to all actions of a state does not change q.
-                    own = 1.0 - pairs[INVERSE, i] * states[SHARE, s]
-                    residual += where(fine, pairs[ROUNDING, i] * own, 0.0)
+                    own = 1.0 - pairs[at.INVERSE, i] * states[at.SHARE, s]
+                    residual += where(fine, pairs[at.ROUNDING, i] * own, 0.0)
                 error = abs(residual / unit)
                 bad += (error - error) + (unit - unit)  # 0 unless something is not finite
                 dual = max(dual, error)
-        flow = max(flow, abs(total - states[U, s]) / total)
+        flow = max(flow, abs(total - states[at.U, s]) / total)
     return dual + bad, flow
 
 
@@ -338,33 +300,34 @@ def fit_multipliers(model: Model, complement: bool, work: Work) -> None:
     for k in range(len(start) - 2, -1, -1):
         behind = start[k + 1]
         after = start[k + 2] - behind if k + 2 < len(start) else 0
-        cut_values(behind, behind + after, V, states)
+        cut_values(behind, behind + after, at.V, states)
         for s in range(start[k], behind):
             least, softest, total, weights = np.inf, -1, 0.0, 0.0
             for i in range(s * num_actions, (s + 1) * num_actions):
-                pairs[FORCE, i] = 0.0
-                if model.exists[PAIR, i]:
+                pairs[at.FORCE, i] = 0.0
+                if model.exists[at.PAIR, i]:
                     expected, rest, off, size = expect(model.next_state, i, states, behind, after)
                     rest -= (expected + rest) * off if model.conserved else 0.0
-                    high, low = two_sum(pairs[GRADIENT, i], pairs[GAPS, i])
+                    high, low = two_sum(pairs[at.GRADIENT, i], pairs[at.GAPS, i])
                     high, lost = two_sum(high, expected)
-                    pairs[FORCE, i], pairs[TRIAL, i] = two_sum(high, low + lost + rest)
-                    pairs[RESPONSE, i] = size
+                    pairs[at.FORCE, i], pairs[at.TRIAL, i] = two_sum(high, low + lost + rest)
+                    pairs[at.RESPONSE, i] = size
                     unit = abs(unit_of(model, i, complement, pairs))
                     if softest < 0 or unit < least:
                         least, softest = unit, i
-            high, low, size = pairs[FORCE, softest], pairs[TRIAL, softest], pairs[RESPONSE, softest]
+            high, low = pairs[at.FORCE, softest], pairs[at.TRIAL, softest]
+            size = pairs[at.RESPONSE, softest]
             for i in range(s * num_actions, (s + 1) * num_actions):
-                if model.exists[PAIR, i]:
+                if model.exists[at.PAIR, i]:
                     ratio = least / unit_of(model, i, complement, pairs)
-                    pairs[FORCE, i] = (pairs[FORCE, i] - high) + (pairs[TRIAL, i] - low)
-                    pairs[RESPONSE, i] = FINE * (pairs[RESPONSE, i] + size)
-                    total += ratio * ratio * pairs[FORCE, i]
+                    pairs[at.FORCE, i] = (pairs[at.FORCE, i] - high) + (pairs[at.TRIAL, i] - low)
+                    pairs[at.RESPONSE, i] = FINE * (pairs[at.RESPONSE, i] + size)
+                    total += ratio * ratio * pairs[at.FORCE, i]
                     weights += ratio * ratio
             mean = total / weights
             for i in range(s * num_actions, (s + 1) * num_actions):
-                pairs[FORCE, i] = mean - pairs[FORCE, i] if model.exists[PAIR, i] else 0.0
-            states[V, s], states[LOW, s] = two_sum(high, low + mean)
+                pairs[at.FORCE, i] = mean - pairs[at.FORCE, i] if model.exists[at.PAIR, i] else 0.0
+            states[at.V, s], states[LOW, s] = two_sum(high, low + mean)
 
 
 @routine
@@ -372,11 +335,11 @@ def judge_fit(model: Model, complement: bool, fine: Any, work: Work) -> Any:
     """The dual residual after `fit_multipliers`."""
     pairs, num_actions, dual, bad = work.pairs, model.num_actions, 0.0, 0.0
     for i in range(pairs.shape[1]):
-        if model.exists[PAIR, i]:
-            residual = abs(pairs[FORCE, i])
-            if model.exists[REST, i]:
-                own = 1.0 - pairs[INVERSE, i] * work.states[SHARE, i // num_actions]
-                residual += own * (pairs[RESPONSE, i] + where(fine, pairs[ROUNDING, i], 0.0))
+        if model.exists[at.PAIR, i]:
+            residual = abs(pairs[at.FORCE, i])
+            if model.exists[at.REST, i]:
+                own = 1.0 - pairs[at.INVERSE, i] * work.states[at.SHARE, i // num_actions]
+                residual += own * (pairs[at.RESPONSE, i] + where(fine, pairs[at.ROUNDING, i], 0.0))
             unit = unit_of(model, i, complement, pairs)
             error = abs(residual / unit)
             bad += (error - error) + (unit - unit)  # 0 unless something is not finite
@@ -402,7 +365,7 @@ def is_convex(model: Model, terms: Terms, weights: Floats, work: Work) -> Any:
     if anywhere(not convex):
         for s in range(work.states.shape[1]):
             # The state occupancies of the first layer are fixed; their kappa may be negative.
-            curves = curves & (work.states[CURVES, s] >= (0.0 if s < model.start[1] else 1.0))
+            curves = curves & (work.states[at.CURVES, s] >= (0.0 if s < model.start[1] else 1.0))
     return convex | curves
 
 
@@ -411,6 +374,6 @@ def is_flat(model: Model, work: Work) -> Any:
     """Whether psi curves downwards, or not at all, in some pair."""
     flat = False
     for i in range(work.pairs.shape[1]):
-        if model.exists[PAIR, i]:
-            flat = flat | (work.pairs[D, i] + work.pairs[W, i] <= 0.0)
+        if model.exists[at.PAIR, i]:
+            flat = flat | (work.pairs[at.D, i] + work.pairs[at.W, i] <= 0.0)
     return flat

@@ -58,8 +58,6 @@ class LearnerComparison:
         """Regret over the number of episodes, with 95 % bands; requires matplotlib."""
         return regret_figure(self.histories, title=title)
 
-    figure = plot
-
     def to_dataframe(self) -> Any:
         """Every curve of every learner as a pandas DataFrame; requires pandas.
 

@@ -163,7 +163,8 @@ def occupancy_figure(
     panels = figure.subplots(1, len(layers), squeeze=False).ravel()
     shown = torch.where(mdp.actions, q, torch.nan).detach().cpu()
     # In a small MDP colours compare with those of other episodes, in a large one with each other.
-    norm = PowerNorm(0.5, vmin=0.0, vmax=1.0 if written else float(shown.nan_to_num().max()))
+    largest = 1.0 if written else float(shown.nan_to_num().max())
+    norm = PowerNorm(0.5, vmin=0.0, vmax=largest)
     for k, axes in zip(layers, panels, strict=True):
         where = mdp.layer_slices[k]
         busiest = shown[where].nansum(-1).sort(descending=True, stable=True).indices[:STATES]
@@ -187,7 +188,7 @@ def occupancy_figure(
     figure.supxlabel("action", fontsize="small")
     figure.supylabel("state", x=0.1 / size[0], fontsize="small")
     bar = figure.add_axes((1 - 0.9 / size[0], bottom, 0.12 / size[0], top - bottom))
-    ticks = [x for x in (0.001, 0.01, 0.05, 0.2, 0.5, 1) if 0.01 <= x / norm.vmax <= 1]
+    ticks = [x for x in (0.001, 0.01, 0.05, 0.2, 0.5, 1) if 0.01 <= x / largest <= 1]
     figure.colorbar(image, cax=bar, label="q(s, a)", ticks=[0, *ticks])
     figure.suptitle(title, fontsize="medium")
     return figure

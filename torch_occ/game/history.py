@@ -1,4 +1,4 @@
-"""What a run leaves: its history, means with intervals over seeds, and comparators."""
+"""What a run leaves: its history, means with intervals over seeds, and the comparator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -87,7 +87,7 @@ def student(degrees: int) -> float:
     return z + correction + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
 
 
-# -- Comparators, and the paper's self-bounding condition ------------------------------------------
+# -- The comparator --------------------------------------------------------------------------------
 
 
 def comparator(mdp: LayeredMDP, total_mean: Tensor) -> Tensor:
@@ -105,36 +105,6 @@ def comparator(mdp: LayeredMDP, total_mean: Tensor) -> Tensor:
     return running_total(mdp.initial * first, -1)
 
 
-class SelfBounding(NamedTuple):
-    """Both sides of `eq:self_bounding_constraint`; it holds where left >= right."""
-
-    left: Tensor  # (N,), the regret
-    right: Tensor  # (N,), sum_t sum_{s, a != pi*(s)} q_t(s,a) gap(s,a) - C
-
-
-def self_bounding(
-    regret: Tensor,
-    cumulative_occupancy: Tensor,
-    gaps: Tensor,
-    policy: Tensor,
-    corruption: Tensor | float = 0.0,
-) -> SelfBounding:
-    """Both sides of the self-bounding condition for a finished run.
-
-    Args:
-        regret: pseudo-regret of each seed `(N,)`.
-        cumulative_occupancy: sum_t q_t `(N, S, A)`.
-        gaps: the gap function `(S, A)`.
-        policy: the mapping pi*, one-hot `(S, A)`.
-        corruption: C, one number for all seeds or one for each.
-
-    Returns:
-        `SelfBounding(left, right)`, each `(N,)`.
-    """
-    suboptimal = torch.where(policy > 0, 0.0, gaps)
-    return SelfBounding(regret, (cumulative_occupancy * suboptimal).sum((-2, -1)) - corruption)
-
-
 # -- The result of a simulation: curves over checkpoints and seeds ---------------------------------
 
 
@@ -142,41 +112,28 @@ def self_bounding(
 _POWERS_OF_TEN = {10**k for k in range(13)}
 
 
-@dataclass(repr=False)
-class History:
-    """Curves over C checkpoints for N seeds.
+@dataclass(repr=False, kw_only=True)
+class Curves:
+    """What histories share: curves over C checkpoints for N seeds, their means, and files."""
 
-    The pseudo-regret compares expected losses, sum_{tau<=t} ⟨q_tau - q_opt, mean_tau⟩, where q_opt
-    is the best fixed policy for the first t episodes. The realised regret has the losses that were
-    suffered in place of ⟨q_tau, mean_tau⟩.
-
-    q_opt is the best policy for each seed. Against an adaptive adversary the mean over seeds is
-    therefore E max, while the paper has max E; `theory.Certificate` has both.
-    """
+    shown: ClassVar[tuple[str, ...]]  # the curves that are printed
 
     episodes: Tensor  # (C,)
-    regret: Tensor  # (N, C), pseudo-regret
-    realised_regret: Tensor  # (N, C)
-    comparator: Tensor  # (N, C), the total expected loss of the best fixed policy so far
-    corruption: Tensor  # (N, C), spent so far
     newton_steps: Tensor  # (N, C), mean per episode since the last checkpoint
     dual_residual: Tensor  # (N, C), largest since the last checkpoint
     flow_residual: Tensor  # (N, C), likewise
     uncertified: Tensor  # (N, C), episodes so far whose q could not be certified
     wall_time: Tensor  # (C,), seconds
-    cumulative_occupancy: Tensor  # (N, S, A), sum_t q_t
-    total_mean: Tensor  # (N, S, A), sum_t mean_t
-    last_q: Tensor  # (N, S, A)
     seeds: tuple[int, ...]
     backend: str
     finished: bool
     config: dict[str, Any]
 
-    def final(self, curve: str = "regret") -> Mean:
+    def final(self, curve: str | None = None) -> Mean:
         """The mean over seeds of a curve at its last checkpoint, with its standard error.
 
         Args:
-            curve: the name of a curve, for example "regret" or "realised_regret".
+            curve: the name of a curve; by default the first that is shown, the regret.
 
         Returns:
             `Mean(mean, standard_error, seeds)`; its `interval` is Student's 95 % confidence
@@ -185,6 +142,7 @@ class History:
         Raises:
             ValueError: if there is no such curve, or no checkpoint was reached.
         """
+        curve = self.shown[0] if curve is None else curve
         values = self._curves().get(curve)
         if values is None:
             raise ValueError(f"curve: expected one of {list(self._curves())}, got {curve!r}")
@@ -211,34 +169,25 @@ class History:
         columns |= {name: x.cpu().numpy().reshape(-1) for name, x in self._curves().items()}
         return pandas.DataFrame(columns)
 
-    def plot(self, title: str = "") -> Figure:
-        """Regret over the number of episodes, with 95 % bands, as a matplotlib figure.
-
-        Save it by `figure.savefig(path)`.
-
-        Raises:
-            ImportError: if matplotlib is not installed.
-        """
-        return later("game.figures").regret_figure(self, title=title)
-
     def _curves(self) -> dict[str, Tensor]:
         """All tensors with a value for each seed and checkpoint, by name."""
         shape, every = (len(self.seeds), len(self.episodes)), self._fields().items()
         return {name: x for name, x in every if isinstance(x, Tensor) and tuple(x.shape) == shape}
 
     def _fields(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        every, shared = fields(self), len(fields(Curves))
+        return {x.name: getattr(self, x.name) for x in (*every[shared:], *every[:shared])}
 
     def __repr__(self) -> str:
-        """One line, and the regret (mean and standard error) at powers of ten and at the end."""
+        """One line, and curves (mean and standard error) at powers of ten and at the end."""
         episodes = self.episodes.tolist()
         last = episodes[-1] if episodes else 0
         uncertified = int(self.uncertified[:, -1].sum()) if episodes else 0
         seeds = f"{len(self.seeds)} seed{'s' * (len(self.seeds) != 1)}"
-        line = f"History: {seeds}, {last:,} episodes, played by {self.backend}"
+        line = f"{type(self).__name__}: {seeds}, {last:,} episodes, played by {self.backend}"
         line += "" if self.finished else ", not finished"
         line += f", {uncertified:,} uncertified steps" if uncertified else ""
-        curves = (self.regret, self.realised_regret)
+        curves = [getattr(self, name) for name in self.shown]
         rows = [
             [f"{t:,}", *(str(Mean.of(x[:, i].cpu())) for x in curves)]
             for i, t in enumerate(episodes)
@@ -246,7 +195,8 @@ class History:
         ]
         if not rows:
             return line
-        return f"{line}\n{markdown(['episode', 'regret', 'realised regret'], rows, left=())}"
+        names = [name.replace("_", " ") for name in ("episode", *self.shown)]
+        return f"{line}\n{markdown(names, rows, left=())}"
 
     def save(self, path: str | Path) -> None:
         """Write the history to one `.npz` file with a checksum, atomically; NumPy can read it.
@@ -264,7 +214,7 @@ class History:
         write_checked(path, "a history", buffer.getvalue())
 
     @classmethod
-    def load(cls, path: str | Path) -> History:
+    def load(cls, path: str | Path) -> Self:
         """Read a history that `save` wrote, also with another version of the package.
 
         Raises:
@@ -277,3 +227,36 @@ class History:
                 name: torch.from_numpy(file[name]) for name in file.files if name != "plain"
             }
         return cls(**arrays, **(plain | {"seeds": tuple(plain["seeds"])}))
+
+
+@dataclass(repr=False, kw_only=True)
+class History(Curves):
+    """Curves over C checkpoints for N seeds.
+
+    The pseudo-regret compares expected losses, sum_{tau<=t} ⟨q_tau - q_opt, mean_tau⟩, where q_opt
+    is the best fixed policy for the first t episodes. The realised regret has the losses that were
+    suffered in place of ⟨q_tau, mean_tau⟩.
+
+    q_opt is the best policy for each seed. Against an adaptive adversary the mean over seeds is
+    therefore E max, while the paper has max E; `theory.Certificate` has both.
+    """
+
+    shown = ("regret", "realised_regret")
+
+    regret: Tensor  # (N, C), pseudo-regret
+    realised_regret: Tensor  # (N, C)
+    comparator: Tensor  # (N, C), the total expected loss of the best fixed policy so far
+    corruption: Tensor  # (N, C), spent so far
+    cumulative_occupancy: Tensor  # (N, S, A), sum_t q_t
+    total_mean: Tensor  # (N, S, A), sum_t mean_t
+    last_q: Tensor  # (N, S, A)
+
+    def plot(self, title: str = "") -> Figure:
+        """Regret over the number of episodes, with 95 % bands, as a matplotlib figure.
+
+        Save it by `figure.savefig(path)`.
+
+        Raises:
+            ImportError: if matplotlib is not installed.
+        """
+        return later("game.figures").regret_figure(self, title=title)

@@ -1,15 +1,12 @@
-"""What a learner is.
+"""What a learner is, and the learners of the paper.
 
 A learner plays N independent runs at once, one per seed. To write one, derive from `Learner`:
 `start` makes its state, `propose` returns q_t, and `observe` learns. Everything that must survive
-an interruption is a tensor in `self.state`. `simulate` plays a copy, so one learner can be used in
-any number of runs, also at the same time. Callbacks see the copy as `run.learner`, with its last
-state in `on_end`.
+an interruption is a tensor in `self.state`. `simulate` plays a copy.
 
 A learner that does not know the transitions keeps `mdp.blind()`, which has the layout and no
-probabilities. It writes `propose_policy` instead of `propose`, since q depends on the transitions:
-the simulation computes q with the true MDP and does not show it. `observe` is given what was
-proposed: q, or the policy. So the policies are a function of trajectories and losses only.
+probabilities, and writes `propose_policy`. The simulation computes q with the true MDP and does not
+show it, so the policies are a function of trajectories and losses only.
 """
 
 from __future__ import annotations
@@ -59,6 +56,8 @@ class Learner:
     #: parameters that imports it. None if only torch plays the learner. It is not inherited: a
     #: class that derives from a learner may play another game.
     compiled: ClassVar[Any] = None
+    #: Makes the player of this learner from a backend, if it is neither torch nor the engine.
+    player: Any = None
 
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
@@ -136,13 +135,8 @@ class Learner:
         return {}
 
     def _zeros(self, num_seeds: int) -> Tensor:
-        return torch.zeros(
-            num_seeds,
-            self.mdp.num_states,
-            self.mdp.num_actions,
-            dtype=self.mdp.dtype,
-            device=self.mdp.device,
-        )
+        shape = (num_seeds, self.mdp.num_states, self.mdp.num_actions)
+        return torch.zeros(shape, dtype=self.mdp.dtype, device=self.mdp.device)
 
 
 # -- Learners to compare FTRL with: a fixed policy, and those that plan with averages --------------
@@ -151,15 +145,14 @@ class Learner:
 class FixedPolicy(Learner):
     """The same policy in every episode; uniform by default."""
 
-    compiled = lambda: later("game.players").forms.CompiledFixed  # noqa: E731
+    compiled = lambda: later("game.players").learners.CompiledFixed  # noqa: E731
 
     def __init__(self, mdp: LayeredMDP, policy: Tensor | None = None) -> None:
         super().__init__(mdp)
-        self.q = (
-            interior_point(mdp)
-            if policy is None
-            else occupancy(mdp, check_policy(mdp, policy), in_order=True)
-        ).detach()
+        if policy is None:
+            self.q = interior_point(mdp).detach()
+        else:
+            self.q = occupancy(mdp, check_policy(mdp, policy), in_order=True).detach()
 
     @classmethod
     def best_in_hindsight(cls, mdp: LayeredMDP, mean: Tensor) -> FixedPolicy:
@@ -202,7 +195,7 @@ class EmpiricalLearner(Learner):
 class FollowTheLeader(EmpiricalLearner):
     """The optimal policy for the average observed losses; unseen pairs cost nothing."""
 
-    compiled = lambda: later("game.players").forms.CompiledEmpirical  # noqa: E731
+    compiled = lambda: later("game.players").learners.CompiledEmpirical  # noqa: E731
     scale, floor = 0.0, 0.0
 
     def index(self, t: int) -> Tensor:
@@ -222,7 +215,7 @@ class OptimisticValueIteration(EmpiricalLearner):
             than one layer.
     """
 
-    compiled = lambda: later("game.players").forms.CompiledEmpirical  # noqa: E731
+    compiled = lambda: later("game.players").learners.CompiledEmpirical  # noqa: E731
 
     def __init__(self, mdp: LayeredMDP, scale: float = 0.5**0.5, floor: float = 0.0) -> None:
         super().__init__(mdp)
@@ -265,9 +258,11 @@ class FTRL(Learner):
         estimator: of the losses; by default importance weights.
         constraints: budgets on expected costs, without a batch. Every q_t then meets them. The
             entry `budget_excess` of the state is the largest ⟨G_i, q_t⟩ - h_i so far, `(N,)`.
+        optimistic: count the last estimated loss twice; in torch only. In games
+            (torch_occ.games), last iterates may then converge.
     """
 
-    compiled = lambda: later("game.players").forms.CompiledFTRL  # noqa: E731
+    compiled = lambda: later("game.players").learners.CompiledFTRL  # noqa: E731
     fingerprint_ignores = (*Learner.fingerprint_ignores, "valid")
 
     def __init__(
@@ -277,8 +272,10 @@ class FTRL(Learner):
         estimator: Estimator | None = None,
         *,
         constraints: Budgets | None = None,
+        optimistic: bool = False,
     ) -> None:
         super().__init__(mdp)
+        self.optimistic = optimistic
         if not isinstance(regularizer, Regularizer):
             raise TypeError(
                 "regularizer: expected an occ.Regularizer, for example occ.jin_luo(mdp), got "
@@ -328,21 +325,25 @@ class FTRL(Learner):
         return cls(mdp, LogBarrier() / InverseSqrt(gamma))
 
     def start(self, num_seeds: int) -> None:
-        if self.step.mdp is not self.mdp and not _same(self.step.mdp, self.mdp):
-            raise ValueError(
-                f"learner: its step is for another MDP, {self.step.mdp}; give it one for {self.mdp}"
-            )
+        own, mdp = self.step.mdp, self.mdp
+        if own is not mdp and (
+            own.layout_difference(mdp)
+            or not all(map(torch.equal, own.probabilities, mdp.probabilities))
+        ):
+            raise ValueError(f"learner: its step is for another MDP, {own}; give it one for {mdp}")
         self.step.check_parameters()
         for part in vars(self.estimator).values():
             if isinstance(part, Parametrized):
                 part.validate()
         zero = self._zeros(num_seeds)
-        count = torch.zeros(num_seeds, dtype=self.mdp.dtype, device=self.mdp.device)
+        count = zero[:, 0, 0].clone()
         self.state = {
             "cumulative_loss": zero,
             "q": interior_point(self.mdp).expand_as(zero).clone(),
         }
         self.state |= dict.fromkeys(DIAGNOSTICS, count)
+        if self.optimistic:
+            self.state["last"] = zero.clone()
         if self.step.constraints is not None:
             limits = self.step.constraints.limits.detach()
             self.state["multipliers"] = torch.zeros_like(limits).expand(num_seeds, -1).clone()
@@ -350,7 +351,8 @@ class FTRL(Learner):
 
     def loss(self, t: int) -> Tensor:
         """The loss of the step of episode t, `(N, S, A)`."""
-        return self.state["cumulative_loss"]
+        total = self.state["cumulative_loss"]
+        return total + self.state["last"] if self.optimistic else total
 
     @torch.no_grad()
     def propose(self, t: int) -> Tensor:
@@ -376,10 +378,14 @@ class FTRL(Learner):
             self.mdp, self.estimator, self.estimator(feedback, q, t), t, len(q)
         )
         self.state["cumulative_loss"] = self.state["cumulative_loss"] + estimate
+        if self.optimistic:
+            self.state["last"] = estimate
 
     def why_not_compiled(self, mdp: LayeredMDP) -> str | None:
         if self.step.constraints is not None:
             return "the compiled episode loop does not know budgets"
+        if self.optimistic:
+            return "the compiled episode loop does not know optimism"
         if type(self.estimator) not in _ESTIMATORS:
             return f"the engine does not know the estimator {type(self.estimator).__name__}"
         if self.step.regularizer.batched():
@@ -416,12 +422,3 @@ def note(state: dict[str, Tensor], solution: Solution) -> None:
     state["flow_residual"] = solution.flow_residual
     state["uncertified"] = (~solution.converged).to(dtype)
     state["status"] = solution.status.to(dtype)
-
-
-def _same(one: LayeredMDP, other: LayeredMDP) -> bool:
-    """Whether two MDPs have the same layout and the same probabilities."""
-    if one.layer_sizes != other.layer_sizes or not torch.equal(one.actions, other.actions):
-        return False
-    return all(
-        torch.equal(p, q) for p, q in zip(one.probabilities, other.probabilities, strict=True)
-    )

@@ -2,12 +2,8 @@
 
 A process gives the mean losses, and the kind of noise around them. For episodes t0 <= t < t0 + n it
 returns the means `(n or 1, N or 1, S, A)`, where N is the number of seeds and a 1 stands for "the
-same for all". Losses are drawn only at visited pairs, each from one uniform number. So a million
-episodes need no memory, and the cost does not grow with the width of the MDP.
-
-Most processes have no state. A process that must remember something between chunks (the position
-of a random walk, a corruption budget) keeps it in a dictionary of tensors, which `simulate` passes
-on and saves.
+same for all". Losses are drawn only at visited pairs, each from one uniform number. What a process
+must remember between chunks is a dictionary of tensors, which `simulate` passes on and saves.
 """
 
 from __future__ import annotations

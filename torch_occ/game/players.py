@@ -7,7 +7,7 @@ fields by their names, plays, and copies the state back.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.processes import for_each
-from torch_occ.engine import learners as forms
-from torch_occ.engine.lanes import Shared, allocator, fill_lanes, lanes_for, scatter, width_of
+from torch_occ.engine import learners as learners
+from torch_occ.engine.lanes import Shared, allocator, lanes_for, pack, unpack, width_of
 from torch_occ.engine.layout import (
     NARROW,
     USED,
     Floats,
     Model,
+    Solver,
     Work,
     few_lanes,
     make_work,
@@ -96,13 +97,12 @@ def why_not_play(mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> str 
 def solver_settings(step: FTRLStep) -> dict[str, Any]:
     """The fields `solver` and `weights` of a learner with this step."""
     weights = WeightsOverTime(step.regularizer, step.mdp.actions.shape)
-    solver = forms.Solver(
+    solver = Solver(
         weights.terms,
+        np.ones(weights.size),
         step.options.tolerance_in(torch.float64),
         step.options.max_steps,
         step.interior.detach().numpy().flatten(),
-        np.ones(weights.size),
-        np.zeros(0),
     )
     return {"solver": solver, "weights": weights.at}
 
@@ -134,42 +134,42 @@ class EnginePlayer:
         self.reacts = type(losses) is GreedyAdversary
         self.kept: dict[int, Any] = {}  # scratch memory, by group
 
-    def play(self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None) -> None:
-        """Play episodes run.t + 1, ....
-
-        Args:
-            means: mean losses `(n or 1, N or 1, S, A)`.
-            numbers: uniform numbers `(N, n, L, 3)`.
-            tables: uniform numbers `(N, n, S, A)` for whole loss tables, or None.
-        """
+    def play(
+        self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None, rows: range
+    ) -> None:
+        """Play episodes run.t + 1, ...; the arguments are those of `simulate.Player`."""
         self.learner.check_settings()
-        count, n, q = len(run.seeds), numbers.shape[1], run.q.clone()
+        count, n, q = len(run.seeds), len(rows), run.q.clone()
         lanes = lanes_for(count, few_lanes(self.model)) if self.in_lanes else None
         sums = {"second_moment": np.zeros((count, 0, 0))}
         for table in (run.sums, run.parts, {"q": q}):
-            sums |= _state_rows(Tally, table)
-        state = _state_rows(self.form, self.learner.state)
+            sums |= state_rows(Tally, table)
+        state = state_rows(self.form, self.learner.state)
         over_time = {name: f(run.t, run.t + 1 + n) for name, f in self.over_time.items()}
-        # Copies `(n or 1, S * A)`, because the kernel may write to them.
-        charged = [np.array(mean.flatten(-2).numpy()) for mean in means.unbind(1)]
-        drawn = numbers.contiguous().numpy()
-        shown = np.zeros((count, n, 0))
+        # A copy `(N or 1, n or 1, S * A)`, because the kernel may write to it.
+        charged = np.array(means.flatten(-2).transpose(0, 1).numpy(), order="C")
+        alike = len(charged) == 1 and not self.reacts
+        if not alike:
+            charged = pack(np.repeat(charged, count // len(charged), 0), lanes)
+        drawn, shown = numbers.numpy(), np.zeros((count, 0, 0))
         if tables is not None:
-            shown = tables.flatten(-2).contiguous().numpy()
+            shown = tables.flatten(-2).numpy()
         keys = np.array([seed % 2**64 for seed in run.seeds], np.uint64)
         each = lanes or 1
+        totals = {name: pack(x, lanes) for name, x in sums.items()}
+        states = {name: pack(x, lanes) for name, x in state.items()}
 
         def play_group(group: int) -> None:
-            seeds = range(group * each, min((group + 1) * each, count))
-            chosen = slice(seeds.start, seeds.stop)
-            mean, (size, _, layers, _) = charged[0], drawn[chosen].shape
-            if self.reacts or len(charged) > 1:
-                mean = _pack(charged * (count if len(charged) == 1 else 1), seeds, lanes)
+            chosen = slice(group * each, (group + 1) * each)
+            size, _, layers, _ = drawn[chosen].shape
             game = Game(
                 self.model,
-                mean,
+                charged[0 if alike else group],
+                None if alike else width_of(lanes),
                 drawn[chosen],
                 shown[chosen],
+                rows.start,
+                n,
                 run.t,
                 NOISE[run.losses.noise],
                 self.reacts,
@@ -179,19 +179,17 @@ class EnginePlayer:
                 np.zeros((size, shown.shape[-1])),
             )
             work, scratch = self.memory(group, size, lanes)
-            tally = Tally(**{name: _pack(x, seeds, lanes) for name, x in sums.items()})
-            own = {name: _pack(x, seeds, lanes) for name, x in state.items()}
-            fields = scratch | over_time | own | {"seeds": keys[chosen]}
+            tally = Tally(**{name: x[group] for name, x in totals.items()})
+            fields = scratch | over_time | {"seeds": keys[chosen]}
+            fields |= {name: x[group] for name, x in states.items()}
             learner = self.form(*(fields[name] for name in self.form._fields))
             play(game, tally, learner, work, width_of(lanes))
-            if lanes is not None:
-                for name, x in sums.items():
-                    scatter(getattr(tally, name), x, seeds)
-                for name, x in state.items():
-                    scatter(own[name], x, seeds)
 
         begun, calls = time.monotonic(), -(-count // each)
         for_each(play_group, calls)
+        for groups, flat in ((totals, sums), (states, state)):
+            for name, x in flat.items():
+                unpack(groups[name], x)
         run.t += n
         run.since += n
         run.q = q
@@ -245,7 +243,7 @@ def few_states(model: Model) -> bool:
     return int(np.diff(model.start).max()) <= NARROW
 
 
-def _state_rows(form: Any, table: dict[str, Tensor]) -> dict[str, Floats]:
+def state_rows(form: Any, table: dict[str, Tensor]) -> dict[str, Floats]:
     """The tensors `(N, ...)` that a named tuple has fields for, as arrays that kernels change."""
     found, hints = {}, _field_types(form)
     for name in table.keys() & form._fields:
@@ -262,14 +260,6 @@ def _field_types(form: Any) -> dict[str, Any]:
     return get_type_hints(form, include_extras=True)
 
 
-def _pack(rows: Sequence[Floats] | Floats, seeds: range, lanes: int | None) -> Floats:
-    """The rows of some seeds, one in each lane; the last one is repeated in lanes without seed."""
-    if lanes is None:
-        return rows[seeds.start]
-    found: Floats = fill_lanes(rows, [*seeds, *[seeds[-1]] * (lanes - len(seeds))])
-    return found
-
-
 def _repeated(value: Any, hint: Any, lanes: int | None) -> Any:
     """A setting, with a copy of its floats in every lane unless they are `Shared`."""
     if hint in (float, int, bool):
@@ -282,4 +272,4 @@ def _repeated(value: Any, hint: Any, lanes: int | None) -> Any:
         )
     if hint is Shared or not isinstance(value, np.ndarray) or value.dtype != np.float64:
         return value
-    return value.copy() if lanes is None else fill_lanes([value], [0] * lanes)
+    return value.copy() if lanes is None else pack(value[None], lanes)[0]

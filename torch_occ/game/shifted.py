@@ -69,7 +69,7 @@ class ShiftedFTRL(FTRL):
         ValueError: if `cap` or `budget` is negative or infinite, or the ledger is not one of these.
     """
 
-    compiled = lambda: later("game.players").forms.CompiledShifted  # noqa: E731
+    compiled = lambda: later("game.players").learners.CompiledShifted  # noqa: E731
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ import math
 import operator
 import time
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,29 +21,21 @@ from torch_occ._support.constants import BLOCK, CHUNK, log_spaced
 from torch_occ._support.files import Kept, State, copied
 from torch_occ._support.fingerprints import fingerprints
 from torch_occ._support.processes import asked_to_stop, explain, sigterm_raises
-from torch_occ._support.streams import Purpose, check_memory, uniforms
+from torch_occ._support.streams import Purpose, check_memory, invert, uniforms
 from torch_occ.game.callbacks import Callback, ProgressBar, tell
 from torch_occ.game.checks import Contract, warn_of_all, warn_of_first
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.history import History, comparator
 from torch_occ.game.learners import FTRL, Learner
 from torch_occ.game.losses import LossProcess, check_noise, mean_square, second_moments
-from torch_occ.game.torch_player import TorchPlayer
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.occupancy import interior_point
+from torch_occ.mdp.occupancy import interior_point, occupancy, policy_of
 
 # -- What `simulate` is given, checked before the first episode: each error says what to pass ------
 
 
 def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> None:
-    """Raise an error unless the learner and the losses can play this MDP for so many episodes.
-
-    Raises:
-        TypeError: if one of them is something else.
-        ValueError: if the learner is for another MDP or another layout, the noise is not a known
-            kind, the stride is not a positive integer, there are not enough losses, or the learner
-            was made for fewer episodes.
-    """
+    """Raise an error unless the learner and the losses can play this MDP for so many episodes."""
     if not isinstance(learner, Learner):
         raise TypeError(f"learner: expected an occ.Learner, for example occ.FTRL, {_got(learner)}")
     if not isinstance(losses, LossProcess):
@@ -102,16 +95,6 @@ def _check_learner(mdp: LayeredMDP, learner: Learner) -> None:
         )
 
 
-def check_state(losses: LossProcess, state: Any) -> dict[str, Tensor]:
-    """The first state of a loss process; a TypeError if `start` returned something else."""
-    if not isinstance(state, dict):
-        raise TypeError(
-            f"losses: {type(losses).__name__}.start returned {type(state).__name__}; expected a "
-            "dict of tensors, {} if there is nothing to remember"
-        )
-    return state
-
-
 def whole(name: str, value: Any) -> int:
     """The value as a positive int; an error names the argument if it is not a whole number."""
     try:
@@ -138,16 +121,14 @@ def check_seeds(seeds: tuple[int, ...]) -> None:
     """Raise a ValueError unless there is a seed, all differ, and all are below 2**64."""
     if not seeds:
         raise ValueError("seeds: expected at least one")
-    known = set[int]()
-    for seed in seeds:
-        if seed in known:
+    if max(seeds) >= 2**64:
+        raise ValueError(f"seeds: expected integers below 2**64, got {max(seeds)}")
+    for seed, count in Counter(seeds).items():
+        if count > 1:
             raise ValueError(
                 f"seeds: {seed} occurs twice; equal seeds play equal runs, which intervals would "
                 "count as independent ones"
             )
-        if seed >= 2**64:
-            raise ValueError(f"seeds: expected integers below 2**64, got {seed}")
-        known.add(seed)
 
 
 def check_callbacks(callbacks: Any) -> list[Callback]:
@@ -163,16 +144,6 @@ def check_callbacks(callbacks: Any) -> list[Callback]:
     return found
 
 
-def check_config(config: Any) -> None:
-    """Raise a TypeError if JSON cannot hold the configuration."""
-    try:
-        json.dumps(config)
-    except TypeError as error:
-        raise TypeError(
-            f"config: {error}; it may hold numbers, strings, lists and dictionaries of these"
-        ) from None
-
-
 def _got(thing: Any) -> str:
     if isinstance(thing, type):
         return f"got the class {thing.__name__}; make an object of it"
@@ -181,9 +152,8 @@ def _got(thing: Any) -> str:
 
 # -- A run in progress: its sums and curves, which callbacks read, and its state in a file ---------
 #
-# Episodes are played by torch_occ.game.torch_player or by torch_occ.game.players, all seeds
-# together. Random numbers and means come in chunks of episodes. A run can be saved and continued at
-# the end of a chunk. It then ends with exactly the numbers of an uninterrupted run.
+# Random numbers and means come in chunks of episodes. A run can be saved and continued at the end
+# of a chunk. It then ends with exactly the numbers of an uninterrupted run.
 
 
 class Player(Protocol):
@@ -195,8 +165,95 @@ class Player(Protocol):
     reacts: bool  # plays the adversary itself, and needs only the means of the first episode
 
     def play(
-        self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None
-    ) -> None: ...
+        self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None, rows: range
+    ) -> None:
+        """Play episodes run.t + 1, ..., run.t + n.
+
+        Args:
+            means: mean losses `(n or 1, N or 1, S, A)`.
+            numbers: uniform numbers of the chunk, `(N, chunk, L, 3)`.
+            tables: uniform numbers `(N, chunk, S, A)` for whole loss tables, or None.
+            rows: the n episodes in the chunk.
+        """
+
+
+class TorchPlayer:
+    """Plays any learner, one episode of all seeds at a time."""
+
+    name = "torch"
+    chunks = 1
+    most = CHUNK
+    reacts = False
+
+    def __init__(self, mdp: LayeredMDP) -> None:
+        self.mdp = mdp
+        self.first = mdp.initial.cumsum(-1)
+
+    def play(
+        self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None, rows: range
+    ) -> None:
+        for i in rows:
+            run.t += 1
+            run.since += 1
+            proposed, policy = self.ask(run)
+            mean = means[min(i - rows.start, len(means) - 1)].expand_as(policy)
+            table = None if tables is None else run.losses.draw(mean, tables[:, i])
+            # A copy: the learner may change it, and the process keeps the original.
+            table = mean.clone() if table is mean else table
+            feedback = self.walk(run.losses, policy, mean, table, numbers[:, i])
+            run.contract.drawn(run.t, feedback)
+            run.tally(mean, feedback)
+            run.learner.observe(run.t, proposed, feedback)
+
+    def ask(self, run: Simulation) -> tuple[Tensor, Tensor]:
+        """Set `run.q` to the learner's next q.
+
+        Returns what the learner proposed (q or a policy), and the policy that is played, both
+        `(N, S, A)`.
+        """
+        learner, n = run.learner, len(run.seeds)
+        if not learner.proposes_policy:
+            q = learner.propose(run.t)
+            run.contract.proposal(run.t, q)
+            q = q.detach().expand(n, *q.shape[1:])
+            run.q = q.clone()  # the learner may change its own tensor later
+            return q, policy_of(self.mdp, run.q)
+        policy = learner.propose_policy(run.t)
+        run.contract.policy(run.t, policy)
+        policy = policy.detach().expand(n, *policy.shape[1:])
+        run.q = occupancy(self.mdp, policy, in_order=True)
+        return policy, policy.clone()
+
+    def walk(
+        self,
+        losses: LossProcess,
+        policy: Tensor,
+        mean: Tensor,
+        table: Tensor | None,
+        numbers: Tensor,
+    ) -> Feedback:
+        """Sample one trajectory per seed.
+
+        In each layer, the three numbers of `(N, L, 3)` decide the action, the loss and the next
+        state. The last layer has no next state, so its third number decides the first state.
+        """
+        every = torch.arange(len(policy), device=policy.device)
+        local = invert(self.first.expand(len(policy), -1), numbers[:, -1, 2])
+        states, actions, suffered = [], [], []
+        for k, (here, layer) in enumerate(zip(self.mdp.layer_slices, self.mdp.layers, strict=True)):
+            state = here.start + local
+            action = invert(policy[every, state].cumsum(-1), numbers[:, k, 0])
+            if table is None:
+                loss = losses.draw(mean[every, state, action], numbers[:, k, 1])
+            else:
+                loss = table[every, state, action]
+            if k + 1 < self.mdp.horizon:
+                local = layer.draw(local, action, numbers[:, k, 2])
+            states.append(state)
+            actions.append(action)
+            suffered.append(loss)
+        seen = [torch.stack(x, -1) for x in (states, actions, suffered)]
+        return Feedback(seen[0], seen[1], seen[2], table)
 
 
 def choose_player(
@@ -207,6 +264,9 @@ def choose_player(
     Raises:
         ValueError: if the engine is required, by the backend or by the learner, but cannot play.
     """
+
+    if learner.player is not None:
+        return learner.player(check_backend(backend))
 
     def why_not() -> str | None:
         return later("game.players").why_not_play(mdp, learner, losses)
@@ -223,18 +283,6 @@ def choose_player(
     elif not engine_takes(backend, why_not):
         return TorchPlayer(mdp)
     return later("game.players").EnginePlayer(mdp, learner, losses)
-
-
-def _copy(learner: Learner) -> Learner:
-    """A copy of the learner for this run; the caller's learner does not change."""
-    try:
-        return learner.copy()
-    except Exception as error:
-        name = type(learner).__name__
-        raise TypeError(
-            f"learner: {name} cannot be copied ({error}), and a run plays a copy; override "
-            f"{name}.copy"
-        ) from error
 
 
 #: The largest number of bytes of random numbers in memory.
@@ -260,14 +308,12 @@ class Simulation:
         episodes: int,
         seeds: Sequence[int],
         checkpoints: Sequence[int] | None,
-        config: dict[str, Any],
         backend: Backend = "auto",
     ) -> None:
         episodes = whole("episodes", episodes)
         check_players(mdp, learner, losses, episodes)
-        check_config(config)
         self.mdp, self.losses, self.episodes = mdp, losses, episodes
-        self.seeds, self.config = integers("seeds", seeds), config
+        self.seeds, self.config = integers("seeds", seeds), dict[str, Any]()
         check_seeds(self.seeds)
         points = log_spaced(episodes) if checkpoints is None else checkpoints
         self.checkpoints = sorted({*integers("checkpoints", points)})
@@ -281,7 +327,14 @@ class Simulation:
         table, n = (mdp.num_states, mdp.num_actions), len(self.seeds)
         self.per_episode = 3 * mdp.horizon + learner.full_information * math.prod(table)  # numbers
         check_memory(n, self.per_episode)
-        self.learner = learner = _copy(learner)
+        try:
+            self.learner = learner = learner.copy()
+        except Exception as error:
+            name = type(learner).__name__
+            raise TypeError(
+                f"learner: {name} cannot be copied ({error}), and a run plays a copy; override "
+                f"{name}.copy"
+            ) from error
         self.contract = Contract(mdp, learner, losses, self.seeds)
         zeros = torch.zeros(n, *table, dtype=mdp.dtype, device=mdp.device)
         learner.seeds = self.seeds
@@ -289,7 +342,13 @@ class Simulation:
         self.t = 0
         self.seconds = 0.0
         self.q = interior_point(mdp).detach().expand_as(zeros).clone()
-        self.process_state = check_state(losses, losses.start(mdp, self.seeds))
+        self.process_state = losses.start(mdp, self.seeds)
+        if not isinstance(self.process_state, dict):
+            raise TypeError(
+                f"losses: {type(losses).__name__}.start returned "
+                f"{type(self.process_state).__name__}; expected a dict of tensors, {{}} if there "
+                "is nothing to remember"
+            )
         # The episode of the first step without certificate (0 if none), and its status.
         failed = ("first_uncertified", "first_status")
         self.sums = {name: zeros[:, 0, 0].clone() for name in (*_STEPS, *failed)}
@@ -336,10 +395,9 @@ class Simulation:
             means, self.process_state = self.contract.means(found, first + 1, asked)
             while self.t < first + n:
                 stop = self._next_stop(first + n)
-                rows = slice(self.t - origin, stop - origin)
+                rows = range(self.t - origin, stop - origin)
                 part = means if len(means) == 1 else means[self.t - first : stop - first]
-                shown = None if tables is None else tables[:, rows]
-                self.player.play(self, part, numbers[:, rows], shown)
+                self.player.play(self, part, numbers, tables, rows)
                 self._add_parts()
                 self.warned = self.warned or warn_of_first(self)
                 if stop in due:
@@ -536,9 +594,14 @@ def simulate(
     watching = check_callbacks(callbacks)
     if wants_bar(progress) and not any(isinstance(x, ProgressBar) for x in watching):
         watching.append(ProgressBar(type(learner).__name__, after=0.0 if progress else 2.0))
-    simulation = Simulation(
-        mdp, learner, losses, episodes, seeds, checkpoints, config or {}, backend
-    )
+    simulation = Simulation(mdp, learner, losses, episodes, seeds, checkpoints, backend)
+    try:
+        json.dumps(config)
+    except TypeError as error:
+        raise TypeError(
+            f"config: {error}; it may hold numbers, strings, lists and dictionaries of these"
+        ) from None
+    simulation.config = config or {}
     kept = None
     if save_to is not None:
         kept = Kept(save_to, "run", simulation.fingerprints, save_every)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,15 +17,17 @@ from torch_occ._support.private import (
     refuse_batched_derivatives,
     values_are_hidden,
     versions_of,
+    with_autograd,
 )
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import DenseLayer, Layer, Pattern, SparseLayer
-from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source
+from torch_occ.mdp.occupancy import flow_adjoint, flow_of, flow_residual, flow_source
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.terms import keep
-from torch_occ.step.entropic import entropy_of, push_forward
+from torch_occ.step.entropic import entropy_of
 from torch_occ.step.ftrl import FTRLStep
+from torch_occ.step.graph import step_of
 from torch_occ.step.solution import Budgets, Solution, check_like, place_of
 
 # -- Targets: occupancy measures that a plan should equal, checked before they are used ------------
@@ -39,10 +42,10 @@ class Moves(NamedTuple):
     """All transitions of an MDP as one sparse layer: one product serves all layers."""
 
     versions: list[int]
-    # From S * A pairs to S states. Pairs that do not exist lead back to the first state, where
-    # their mass is noticed.
-    layer: SparseLayer
-    sure: bool  # whether every move and the first state are certain
+    layer: SparseLayer  # from S * A pairs to S states
+    # If every move and the first state are certain, the next state of every pair: `num_states` in
+    # the last layer, -1 if the pair does not exist.
+    next: Tensor | None
 
 
 _MOVES: WeakKeyDictionary[LayeredMDP, Moves] = WeakKeyDictionary()
@@ -62,16 +65,49 @@ def moves_of(mdp: LayeredMDP) -> Moves:
         pairs.append(layer.pattern.pair + here.start * mdp.num_actions)
         following.append(layer.pattern.next + here.stop)
         found.append(layer.probabilities.detach())
-    sure = len(mdp.initial) == 1 and all(bool((p == 1).all()) for p in found)
-    pairs.append((~mdp.actions.flatten()).nonzero().flatten().int())
-    following.append(torch.zeros_like(pairs[-1]))
-    found.append(torch.ones_like(pairs[-1], dtype=mdp.dtype))
+    if not found:
+        empty = torch.zeros(0, dtype=torch.int32, device=mdp.device)
+        pairs, following, found = [empty], [empty], [empty.to(mdp.dtype)]
     pair, next_state = torch.cat(pairs), torch.cat(following)
     order = (pair.long() * mdp.num_states + next_state).argsort()
     sizes = (mdp.num_states, mdp.num_actions, mdp.num_states)
     whole = SparseLayer(Pattern(pair[order], next_state[order], sizes), torch.cat(found)[order])
+    sure = None
+    if len(mdp.initial) == 1 and bool((whole.probabilities == 1).all()):
+        sure = torch.where(mdp.actions.flatten(), mdp.num_states, -1)
+        sure[whole.pattern.pair] = whole.pattern.next.long()
     _MOVES[mdp] = Moves(versions, whole, sure)
     return _MOVES[mdp]
+
+
+class Probe(NamedTuple):
+    """Random numbers y over the constraints of a target, E target = b, as one product.
+
+    A target that meets them has ⟨weights, target⟩ = goal, and any other one has not.
+    """
+
+    versions: list[int]
+    weights: Tensor  # (S * A,), E'y; on pairs that do not exist any number but zero
+    goal: float  # ⟨y, b⟩
+
+
+_PROBES: WeakKeyDictionary[LayeredMDP, dict[bool, Probe]] = WeakKeyDictionary()
+
+
+def probe_of(mdp: LayeredMDP, empirical: bool) -> Probe:
+    """Return the probe of the flow constraints of a single MDP, or of unit mass per layer."""
+    versions, found = versions_of(mdp.probabilities), _PROBES.setdefault(mdp, {})
+    known = found.get(empirical)
+    if known is not None and versions and known.versions == versions:
+        return known
+    draw = torch.Generator().manual_seed(0)
+    size = mdp.horizon if empirical else mdp.num_states
+    y = torch.randn(size, generator=draw, dtype=torch.float64).to(mdp.initial)
+    weights = y[mdp.layer].unsqueeze(-1) if empirical else flow_adjoint(mdp, y).detach()
+    weights = torch.where(mdp.actions, weights, 1 + y.abs().max()).flatten()
+    goal = y.sum() if empirical else (y * flow_source(mdp).detach()).sum()
+    found[empirical] = Probe(versions, weights, float(goal))
+    return found[empirical]
 
 
 def check_target(
@@ -95,19 +131,26 @@ def check_target(
         tolerance = max(tolerance, tolerance_in(target.dtype))
         target = target.to(mdp.dtype)
     check_like("target", target, mdp)
+    least = -1.0
     if not values_are_hidden():
-        _check_polytope(mdp, target.detach(), tolerance, empirical)
+        least = float(target.detach().amin()) if target.numel() else 0.0
+        if not (least >= -tolerance and _meets_probe(mdp, target.detach(), empirical)):
+            _check_polytope(mdp, target.detach(), tolerance, empirical)
         if budgets is not None:
             _check_budgets(mdp, target.detach(), budgets, tolerance)
-    return target.clamp(min=0.0)
+    return target if least >= 0 else target.clamp(min=0.0)
+
+
+def _meets_probe(mdp: LayeredMDP, target: Tensor, empirical: bool) -> bool:
+    """Return whether a target meets its constraints up to rounding; False if it is not clear."""
+    if mdp.batch_shape:
+        return False
+    probe = probe_of(mdp, empirical)
+    off = target.flatten(-2) @ probe.weights - probe.goal
+    return not off.numel() or float(off.abs().amax()) <= 1024 * torch.finfo(off.dtype).eps
 
 
 def _check_polytope(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical: bool) -> None:
-    mass = target @ target.new_ones(mdp.num_actions)  # faster than a sum
-    if not (mdp.batch_shape or empirical):
-        off = mass - moves_of(mdp).layer.arrive(target) - flow_source(mdp).detach()
-        if float(off.abs().amax()) <= tolerance and float(target.amin()) >= -tolerance:
-            return
     wrong = (~target.isfinite() | (target < -tolerance)).nonzero()
     if len(wrong):
         raise ValueError(
@@ -121,7 +164,7 @@ def _check_polytope(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical
             "action does not exist"
         )
     if empirical:
-        layers = torch.stack([part.sum(-1) for part in mdp.split(mass, -1)], -1)
+        layers = torch.stack([part.sum((-2, -1)) for part in mdp.split(target, -2)], -1)
         wrong = ((layers - 1).abs() > tolerance).nonzero()
         if len(wrong):
             *batch, k = wrong[0].tolist()
@@ -165,22 +208,19 @@ def _check_budgets(mdp: LayeredMDP, target: Tensor, budgets: Budgets, tolerance:
         )
 
 
-# -- The regularized optimal value, min over q in Omega of ⟨q, loss⟩ + psi_t(q), and its deriva ----
+# -- The regularized optimal value, min over q in Omega of ⟨q, loss⟩ + psi_t(q) --------------------
 #
 # Let q and v be the solution and its multipliers. The value equals the Lagrangian
 #
 #     G(q, v; loss, t, parameters, P) = ⟨q, loss⟩ + psi_t(q) - ⟨v, E q - b⟩,
 #
-# whose derivatives in q and in v vanish. So the derivatives of the value are those of G with q and
-# v held fixed (the envelope theorem): q for the loss, no linear system. The second derivatives
-# follow from q and v, which the step differentiates: -Pi for the loss.
-
-
-Function = Callable[..., Tensor]
+# whose derivatives in q and in v vanish. So the first derivatives of the value are those of G with
+# q and v held fixed (the envelope theorem): q for the loss, no linear system. For higher ones, q
+# and v are functions of the arguments, and the step differentiates them.
 
 
 def optimal_value(
-    step: FTRLStep, solution: Solution, loss: Tensor, t: Tensor, mdp: LayeredMDP
+    step: FTRLStep, solve: Callable[..., Solution], loss: Tensor, t: Tensor, mdp: LayeredMDP
 ) -> Tensor:
     """Return ⟨q, loss⟩ + psi_t(q) at the solution of a step, `(*batch,)`.
 
@@ -188,100 +228,73 @@ def optimal_value(
     probabilities of the MDP.
 
     Args:
-        solution: what `step.solve(loss, t, mdp=mdp)` returned.
-        loss: `(*batch, S, A)`.
+        solve: returns the solution, given the loss and t, and perhaps the parameters of `Evaluator`
+            and an MDP with other probabilities.
+        loss: `(*batch, S, A)`, finite.
     """
     evaluator = step.evaluator
-    count = len(evaluator.names)
+    count = 2 + len(evaluator.names)
     differentiated = any(carries_derivative(p) for p in mdp.probabilities)
-    probabilities = mdp.probabilities if differentiated else ()
 
-    def lagrangian(q: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-        """Return psi_t(q) - ⟨v, E q - b⟩, the part that autograd differentiates."""
-        t, parameters, given = rest[0], rest[1 : 1 + count], rest[1 + count :]
-        model = mdp.with_probabilities(*given) if given else mdp
-        batch = torch.broadcast_shapes(q.shape[:-2], t.shape)
-        evaluate = evaluator.bind(parameters, t.expand(batch))
-        value = total(model, evaluate(evaluator.regularizer.read(model, q)))
-        return value - (v * flow_residual(model, q)).sum(-1) if given else value
+    def value_of(solution: Solution | None, *given: Tensor) -> Tensor:
+        (loss, t, *parameters), rest = given[:count], given[count:]
+        model = mdp.with_probabilities(*rest) if rest else mdp
+        moves = solution is None
+        if solution is None:
+            solution = solve(loss, t, parameters, model if rest else None)
+        q, v = solution.q, solution.value
+        evaluate = evaluator.bind(parameters, t.expand(q.shape[:-2]))
+        psi = total(model, evaluate(evaluator.regularizer.read(model, q)))
+        value = (q * loss).sum((-2, -1)) + psi
+        return value - (v * flow_residual(model, q)).sum(-1) if rest or moves else value
 
-    rest = (t, *evaluator.parameters(t), *probabilities)
+    given = (loss, t, *evaluator.parameters(t), *(mdp.probabilities if differentiated else ()))
+    if values_are_hidden() or in_forward_mode():
+        return value_of(None, *given)
     with torch.no_grad():
-        value = (solution.q * loss).sum((-2, -1)) + lagrangian(solution.q, solution.value, *rest)
-    return Envelope.apply(lagrangian, value.detach(), solution.q, solution.value, loss, *rest)
+        solution = solve(loss, t)
+        value = value_of(solution, *given)
+    return Envelope.apply(partial(value_of, solution), partial(value_of, None), value, None, *given)
 
 
 class Envelope(torch.autograd.Function):
-    """⟨q, loss⟩ + function(q, v, *rest), a known value; its derivatives in q and v cancel.
+    """A known value, with derivatives of a function that are right the first time.
 
-    The first derivative treats q and v as constants. The second one does not, because the first
-    one is computed from q and v by differentiable operations. Without a function, q may be any
-    slope of the value in the loss.
+    Args:
+        once: the value as a function of the inputs, whose first derivatives are right; unused if
+            the slope in the only input is known.
+        again: a function whose derivatives of any order are right.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        function: Function | None,
+        ctx: Any,
+        once: Callable[..., Tensor] | None,
+        again: Callable[..., Tensor],
         value: Tensor,
-        q: Tensor,
-        v: Tensor,
-        loss: Tensor,
-        *rest: Tensor,
+        slope: Tensor | None,
+        *inputs: Tensor,
     ) -> Tensor:
+        ctx.once, ctx.again = once, again
+        ctx.save_for_backward(slope, *inputs)
         return value.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.function, _, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, bar: Tensor) -> tuple[Tensor | None, ...]:
         refuse_batched_derivatives(bar)
-        q, v, loss, *rest = ctx.saved_tensors
-        needed = ctx.needs_input_grad[5:]
-        found: list[Tensor | None] = [None] * len(rest)
-        if any(needed):
-            function, moving = _of_some(ctx.function, q, v, rest, needed)
-            _, pull_back, *_ = torch.func.vjp(function, *moving)
-            pulled = iter(pull_back(bar))
-            found = [next(pulled) if need else None for need in needed]
-        loss_bar = None
-        if ctx.needs_input_grad[4]:
-            loss_bar = (bar[..., None, None] * q).sum_to_size(loss.shape)
-        return None, None, None, None, loss_bar, *found
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        q, v, _, *rest = ctx.saved_tensors
-        loss_dot, rest_dots = tangents[4], tangents[5:]
-        moved = torch.zeros_like(q[..., 0, 0])
-        if loss_dot is not None:
-            moved = (q * loss_dot).sum((-2, -1))
-        needed = [dot is not None for dot in rest_dots]
-        if any(needed):
-            function, moving = _of_some(ctx.function, q, v, rest, needed)
-            zero = torch.zeros_like(v)
-            dots = [dot for dot in rest_dots if dot is not None]
-            moved = moved + push_forward(lambda *x: (function(*x), zero), moving, dots)[0]
-        return moved
-
-
-def _of_some(
-    function: Function, q: Tensor, v: Tensor, rest: Sequence[Tensor], needed: Sequence[bool]
-) -> tuple[Function, list[Tensor]]:
-    """Return the function of the needed tensors among `rest` alone, and those tensors."""
-
-    def of_needed(*moving: Tensor) -> Tensor:
-        given = iter(moving)
-        return function(
-            q, v, *(next(given) if need else x for x, need in zip(rest, needed, strict=True))
-        )
-
-    return of_needed, [x for x, need in zip(rest, needed, strict=True) if need]
+        slope, *inputs = ctx.saved_tensors
+        none, needed, more = [None] * 4, ctx.needs_input_grad[4:], torch.is_grad_enabled()
+        if slope is not None and not more:
+            loss_bar = (bar[..., None, None] * slope).sum_to_size(inputs[0].shape)
+            return *none, loss_bar.to(inputs[0].dtype)
+        with torch.enable_grad():
+            if not more:
+                inputs = [x.detach().requires_grad_(n) for x, n in zip(inputs, needed, strict=True)]
+            value = (ctx.again if more else ctx.once)(*inputs)
+            moving = [x for x, n in zip(inputs, needed, strict=True) if n]
+            options = {"create_graph": more, "materialize_grads": True}
+            found = iter(torch.autograd.grad(value, moving, bar, **options))
+        return *none, *(next(found) if n else None for n in needed)
 
 
 # -- The Fenchel-Young loss of a target occupancy measure (Blondel, Martins and Niculae, 2020) -----
@@ -339,21 +352,35 @@ def fenchel_young_loss(
         SolveError, TypeError, ValueError: as the step.
     """
     if torch.compiler.is_compiling():
-        return _between_graphs(
-            step, loss, target, t, warm_start=warm_start, mdp=mdp, empirical=empirical
-        )
+        return _in_graph(step, loss, target, t, warm_start, mdp, empirical)
     model = step.mdp if mdp is None else mdp
     target, t = check_target(model, target, step.constraints, empirical), step.episode(t)
-    solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
-    t = torch.as_tensor(t, dtype=model.dtype, device=model.device)
-    loss = loss.to(model.dtype)
-    if _only_the_loss_moves(step, t, model, target):
-        value = _gap(step, solution, loss, target, t, model.initial)
+    now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
+
+    def solve(
+        loss: Tensor,
+        t: Tensor,
+        parameters: Sequence[Tensor] | None = None,
+        moved: LayeredMDP | None = None,
+    ) -> Solution:
+        if parameters is None:
+            return step.solve(loss, t, warm_start=warm_start, mdp=mdp)
+        given = (warm_start, moved or mdp, True, step.constraints)
+        return step.solve_at(parameters, loss, t, *given)
+
+    def value_of(loss: Tensor) -> Tensor:
+        loss = keep("pair", model, loss.to(model.dtype), 0.0)
+        paid = (target * loss).sum((-2, -1)) + _psi_if_finite(step, target, now, model)
+        return paid - optimal_value(step, solve, loss, now, model)
+
+    if _only_the_loss_moves(step, now, model, target):
+        with torch.no_grad():
+            solution = solve(loss, now)
+            value = _gap(step, solution, loss, target, now, model.initial)
+            slope = target - solution.q
         if bool(value.isfinite().all()):  # otherwise losses on masked pairs are not
-            return Envelope.apply(None, value, target - solution.q, solution.value, loss)
-    loss = keep("pair", model, loss, 0.0)
-    paid = (target * loss).sum((-2, -1)) + _psi_if_finite(step, target, t, model)
-    return paid - optimal_value(step, solution, loss, t, model)
+            return Envelope.apply(None, value_of, value, slope, loss)
+    return value_of(loss)
 
 
 def _only_the_loss_moves(step: FTRLStep, t: Tensor, mdp: LayeredMDP, *others: Tensor) -> bool:
@@ -366,7 +393,6 @@ def _only_the_loss_moves(step: FTRLStep, t: Tensor, mdp: LayeredMDP, *others: Te
     return not any(x.requires_grad for x in fixed)
 
 
-@torch.no_grad()
 def _gap(
     step: FTRLStep,
     solution: Solution,
@@ -375,25 +401,95 @@ def _gap(
     t: Tensor,
     initial: Tensor,
 ) -> Tensor:
-    """Return the Fenchel-Young loss of an entropy, `(*batch,)`, without derivatives.
+    """Return the Fenchel-Young loss of an entropy, `(*batch,)`.
 
     By duality, ⟨q, loss⟩ + psi(q) = ⟨initial, v⟩ - kappa sum q.
     """
     composition = step.evaluator.composition
     weight, price = entropy_of(composition, composition.values(t))
-    pairs, states = _x_log_x(target).sum(-1), _x_log_x(target.sum(-1))
-    psi = (weight * pairs + (price - weight) * states).sum(-1)
-    best = (initial * solution.value[..., : initial.shape[-1]]).sum(-1)
-    paid = (target * loss).sum((-2, -1)) + psi
-    return paid - best if step.closed else paid - best + (price * solution.q.sum(-1)).sum(-1)
+    tiny = torch.finfo(target.dtype).tiny
+    mass = target @ target.new_ones(target.shape[-1])  # faster than a sum
+    logs = (target / mass.clamp(min=tiny).unsqueeze(-1)).clamp(min=tiny).log()
+    paid = torch.linalg.vecdot(target.flatten(-2), (loss + weight.unsqueeze(-1) * logs).flatten(-2))
+    gap = paid - solution.value[..., : len(initial)] @ initial
+    if step.closed:
+        return gap
+    return gap + (price * (mass * mass.clamp(min=tiny).log() + solution.q.sum(-1))).sum(-1)
 
 
-def _x_log_x(x: Tensor) -> Tensor:
-    return x * x.clamp(min=torch.finfo(x.dtype).tiny).log()  # faster than torch.special.entr
-
-
-#: torch.compile divides the graph here: the derivative of psi is computed by transforms.
+#: torch.compile divides the graph here, where more than the loss is differentiated.
 _between_graphs = outside_graphs(fenchel_young_loss)
+
+
+def _in_graph(
+    step: FTRLStep,
+    loss: Tensor,
+    target: Tensor,
+    t: Tensor | float | None,
+    warm_start: Tensor | None,
+    mdp: LayeredMDP | None,
+    empirical: bool,
+) -> Tensor:
+    """Return the loss inside a graph that is being recorded."""
+    others = (target, t, *step.parameters(), *step.mdp.probabilities)
+    if mdp is not None or any(isinstance(x, Tensor) and x.requires_grad for x in others):
+        return _between_graphs(
+            step, loss, target, t, warm_start=warm_start, mdp=mdp, empirical=empirical
+        )
+    now = torch.as_tensor(step.episode(t), dtype=step.mdp.dtype, device=step.mdp.device)
+    return fenchel_young(step.name_in_graphs, loss, target, now, warm_start, empirical)[0]
+
+
+@torch.library.custom_op(
+    "torch_occ::fenchel_young",
+    mutates_args=(),
+    schema="(str name, Tensor loss, Tensor target, Tensor t, Tensor? start, bool empirical)"
+    " -> (Tensor, Tensor)",
+)
+def fenchel_young(
+    name: str, loss: Tensor, target: Tensor, t: Tensor, start: Tensor | None, empirical: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the Fenchel-Young loss, and its slope in the loss."""
+    step = step_of(name)
+    with with_autograd(), torch.enable_grad():
+        batch = _batch_of(step, loss, target, t, start)
+        given = loss.detach().expand(*batch, *loss.shape[-2:]).requires_grad_()
+        value = fenchel_young_loss(step, given, target, t, warm_start=start, empirical=empirical)
+        # The loss of one element does not change the value of another.
+        (slope,) = torch.autograd.grad(value.sum(), given)
+    return value.detach(), slope.contiguous()
+
+
+def _batch_of(
+    step: FTRLStep, loss: Tensor, target: Tensor, t: Tensor, start: Tensor | None
+) -> torch.Size:
+    shapes = [x.shape[:-2] for x in (loss, target, start) if x is not None]
+    shapes += step.evaluator.batch_shapes(step.evaluator.parameters(t)).values()
+    return torch.broadcast_shapes(*shapes, t.shape, step.mdp.batch_shape)
+
+
+@fenchel_young.register_fake
+def _(
+    name: str, loss: Tensor, target: Tensor, t: Tensor, start: Tensor | None, empirical: bool
+) -> tuple[Tensor, Tensor]:
+    batch = _batch_of(step_of(name), loss, target, t, start)
+    value = loss.new_empty(batch, dtype=step_of(name).mdp.dtype)
+    return value, loss.new_empty(*batch, *loss.shape[-2:])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.shape = inputs[1].shape
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1])
+
+
+def _pull_back(ctx: Any, bar: Tensor, _: Any) -> tuple[Any, ...]:
+    (slope,) = ctx.saved_tensors
+    loss_bar = (bar[..., None, None] * slope).sum_to_size(ctx.shape).to(slope.dtype)
+    return None, loss_bar, None, None, None, None
+
+
+fenchel_young.register_autograd(_pull_back, setup_context=_save)
 
 
 def _psi_if_finite(step: FTRLStep, target: Tensor, t: Tensor, mdp: LayeredMDP) -> Tensor:
@@ -414,8 +510,14 @@ def _psi_if_finite(step: FTRLStep, target: Tensor, t: Tensor, mdp: LayeredMDP) -
 # over all layers, and the action taken there.
 
 
-def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> None:
-    """Check that the MDP can produce the trajectories.
+#: A tensor, or one sequence of numbers per trajectory.
+Trajectories = Tensor | Sequence[Any]
+
+
+def check_demonstrations(
+    mdp: LayeredMDP, states: Tensor, actions: Tensor, seen: Tensor | None = None
+) -> None:
+    """Check that the MDP can produce the trajectories, where they were observed.
 
     Raises:
         TypeError: if one argument is not a tensor of integers.
@@ -437,23 +539,25 @@ def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> No
             f"actions: expected the shape of states, {tuple(states.shape)}, "
             f"got {tuple(actions.shape)}"
         )
-    if values_are_hidden():
+    if values_are_hidden() or (seen is None and _are_paths(mdp, states, actions)):
         return
+    whole = torch.ones_like(states, dtype=torch.bool) if seen is None else seen
     bounds = torch.tensor([(part.start, part.stop) for part in mdp.layer_slices])
     first, stop = bounds.to(states.device).unbind(-1)
-    if at := _first_wrong((states < first) | (states >= stop)):
+    if at := _first_wrong(whole & ((states < first) | (states >= stop))):
         here = mdp.layer_slices[at[-1]]
         raise ValueError(
             f"states: {_place_of(at)} is {int(states[at])}, which is not a state of this layer; "
             f"those are {here.start} to {here.stop - 1}"
         )
     inside = (actions >= 0) & (actions < mdp.num_actions)
-    if at := _first_wrong(~inside | ~mdp.actions[states, torch.where(inside, actions, 0)]):
+    exists = mdp.actions[states.clamp(min=0), torch.where(inside, actions, 0)]
+    if at := _first_wrong(whole & ~(inside & exists)):
         raise ValueError(
             f"actions: {_place_of(at)} is {int(actions[at])}, an action that does not exist in "
             f"{mdp.locate(int(states[at]))}"
         )
-    if at := _first_wrong(~(arrivals(mdp, states, actions).detach() > 0)):
+    if at := _first_wrong(~(arrivals(mdp, states, actions, seen).detach() > 0)):
         *_, k = at
         if k == 0:
             why = "where no episode of this MDP begins"
@@ -468,11 +572,27 @@ def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> No
         )
 
 
-def arrivals(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> Tensor:
+def _are_paths(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> bool:
+    """Return whether moves are certain and these trajectories right; False if it is not clear."""
+    following = None if mdp.batch_shape else moves_of(mdp).next
+    if following is None or bool((actions < 0).any() or (actions >= mdp.num_actions).any()):
+        return False
+    ends = torch.nn.functional.pad(states[..., 1:], (0, 1), value=mdp.num_states)
+    index = (states * mdp.num_actions + actions).clamp(0, len(following) - 1)
+    return bool((following[index] == ends).all() and (states[..., 0] == 0).all())
+
+
+def arrivals(
+    mdp: LayeredMDP, states: Tensor, actions: Tensor, seen: Tensor | None = None
+) -> Tensor:
     """Return initial(s_0), P(s_1 | s_0, a_0), ... of each trajectory, `(*batch, N, L)`.
 
-    It is differentiable in the probabilities.
+    It is differentiable in the probabilities, and one where nothing was observed.
     """
+    if seen is not None:
+        first = torch.tensor([part.start for part in mdp.layer_slices], device=states.device)
+        whole = torch.where(seen, states, first), torch.where(seen, actions, 0)
+        return torch.where(seen, arrivals(mdp, *whole), 1.0)
     if not (mdp.batch_shape or values_are_hidden()) and not any(
         carries_derivative(p) for p in mdp.probabilities
     ):
@@ -555,8 +675,8 @@ def expected_cost(
 def negative_log_likelihood(
     step: FTRLStep,
     loss: Tensor,
-    states: Tensor,
-    actions: Tensor,
+    states: Trajectories,
+    actions: Trajectories,
     t: Tensor | float | None = None,
     *,
     warm_start: Tensor | None = None,
@@ -574,7 +694,8 @@ def negative_log_likelihood(
     Args:
         loss: the predicted losses, `(*batch, S, A)`.
         states: `(*batch, N, L)`, N trajectories per element: one state per layer, numbered over all
-            layers as everywhere. Batch shapes broadcast.
+            layers as everywhere. Batch shapes broadcast. Trajectories that end early have -1 in
+            both tensors from there on; or give two lists of N trajectories of any lengths.
         actions: `(*batch, N, L)`.
         t: the episode, as in `FTRLStep.solve`.
         warm_start: as there.
@@ -592,43 +713,69 @@ def negative_log_likelihood(
         SolveError: as the step.
     """
     model = step.mdp if mdp is None else mdp
-    check_demonstrations(model, states, actions)
+    states, actions, seen = _observed(model, states, actions)
+    check_demonstrations(model, states, actions, seen)
+    index = states * model.num_actions + actions  # (*batch, N, L)
+    index = index if seen is None else torch.where(seen, index, 0)
     t = step.episode(t)
-    solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
-    loss, index = loss.to(model.dtype), states * model.num_actions + actions  # (*batch, N, L)
     now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
-    plain = _only_the_loss_moves(step, now, model) and not (transitions or model.batch_shape)
-    if step.closed and plain and moves_of(model).sure and not step.regularizer.places():
-        return _path_likelihood(step, solution, loss, index, now)
-    logs = _log_policy(step, solution, loss, t, model).flatten(-2)
-    batch = torch.broadcast_shapes(logs.shape[:-1], index.shape[:-2])
-    index = index.expand(*batch, *index.shape[-2:])
-    chosen = logs.expand(*batch, -1).gather(-1, index.flatten(-2)).view(index.shape)
-    likelihood = chosen.sum(-1)
-    if transitions:
-        likelihood = likelihood + arrivals(model, states, actions).log().sum(-1)
-    return -likelihood.mean(-1)
 
+    def value_of(loss: Tensor) -> Tensor:
+        solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
+        logs = _log_policy(step, solution, loss.to(model.dtype), t, model).flatten(-2)
+        batch = broadcast(logs.shape[:-1], index.shape[:-2])
+        every = index.expand(*batch, *index.shape[-2:])
+        chosen = logs.expand(*batch, -1).gather(-1, every.flatten(-2)).view(every.shape)
+        if transitions:
+            chosen = chosen + arrivals(model, states, actions, seen).log()
+        chosen = chosen if seen is None else torch.where(seen, chosen, 0.0)
+        return -chosen.sum(-1).mean(-1)
 
-def _path_likelihood(
-    step: FTRLStep, solution: Solution, loss: Tensor, index: Tensor, t: Tensor
-) -> Tensor:
-    """Return the negative log-likelihood of paths: kappa = 0, and every move is certain.
-
-    Then the sum of log pi = (v(s) - loss(s, a) - v(s')) / w along a path is (v(s_0) - losses) / w,
-    and the gradient is (visits - q) / w.
-    """
-    composition = step.evaluator.composition
-    weight = entropy_of(composition, composition.values(t)).weight.detach()
-    flat = index.flatten(-2).long()  # (*batch, N * L)
-    visits = loss.new_zeros(*flat.shape[:-1], loss.shape[-2:].numel())
-    share = loss.new_full((), 1 / index.shape[-2]).expand(flat.shape)
-    visits = visits.scatter_add(-1, flat, share).unflatten(-1, loss.shape[-2:])
+    certain = step.closed and not (transitions or model.batch_shape or step.regularizer.places())
+    certain = certain and seen is None and _only_the_loss_moves(step, now, model)
+    if not certain or moves_of(model).next is None:
+        return value_of(loss)
+    # Along a path, the sum of log pi = (v(s) - loss(s, a) - v(s')) / w is (v(s_0) - losses) / w.
     with torch.no_grad():
-        paid = torch.where(visits > 0, visits * loss, 0.0).sum((-2, -1))
+        solution, composition = (
+            step.solve(loss, t, warm_start=warm_start),
+            step.evaluator.composition,
+        )
+        weight = entropy_of(composition, composition.values(now)).weight
+        flat = index.flatten(-2).long()  # (*batch, N * L)
+        share = solution.q.new_full((), 1 / index.shape[-2]).expand(flat.shape)
+        visits = solution.q.new_zeros(*flat.shape[:-1], solution.q.shape[-2:].numel())
+        visits = visits.scatter_add(-1, flat, share).unflatten(-1, solution.q.shape[-2:])
+        paid = torch.where(visits > 0, visits * loss, 0.0).flatten(-2).sum(-1)
         value = (paid - solution.value[..., 0]) / weight.squeeze(-1)
-    slope = (visits - solution.q) / weight.unsqueeze(-1)
-    return Envelope.apply(None, value, slope, solution.value, loss)
+        slope = (visits - solution.q) / weight.unsqueeze(-1)
+    return Envelope.apply(None, value_of, value, slope, loss)
+
+
+def _observed(
+    mdp: LayeredMDP, states: Trajectories, actions: Trajectories
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return `(*batch, N, L)` each, and which steps were observed; None if all were."""
+    if isinstance(states, Sequence) and isinstance(actions, Sequence):
+        sizes = [[len(x) for x in part] for part in (states, actions)]
+        if sizes[0] != sizes[1] or not all(0 < size <= mdp.horizon for size in sizes[0]):
+            raise ValueError(
+                f"states, actions: expected trajectories of equal lengths from 1 to {mdp.horizon}, "
+                f"got {sizes[0]} states and {sizes[1]} actions"
+            )
+        rows = [[torch.as_tensor(x, device=mdp.device) for x in part] for part in (states, actions)]
+        states, actions = (
+            torch.stack([torch.cat([x, x.new_full((mdp.horizon - len(x),), -1)]) for x in part])
+            for part in rows
+        )
+    if not (isinstance(states, Tensor) and isinstance(actions, Tensor)) or values_are_hidden():
+        return states, actions, None  # type: ignore[return-value]
+    if states.shape != actions.shape or bool((states >= 0).all()):
+        return states, actions, None
+    seen = (states != -1) | (actions != -1)
+    if at := _first_wrong(seen[..., 1:] & ~seen[..., :-1]):
+        raise ValueError(f"states: {_place_of(at)} is -1, but a later step was observed")
+    return states, actions, seen
 
 
 def _log_policy(

@@ -41,12 +41,7 @@ def as_tensor(x: Any) -> Any:
 
 
 def check_table(name: str, x: Tensor, mdp: LayeredMDP) -> None:
-    """Check that x is a tensor `(*batch, S, A)`.
-
-    Raises:
-        TypeError: if x is not a tensor.
-        ValueError: if its shape is wrong.
-    """
+    """Check that x is a tensor `(*batch, S, A)`; otherwise raise a TypeError or a ValueError."""
     shape = f"shape (*batch, {mdp.num_states}, {mdp.num_actions})"
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor of {shape}, got {type(x).__name__}")
@@ -145,15 +140,13 @@ def _count_actions(
             return p.shape[-2] or 1  # zero is reported later, with the shapes
     if actions is not None and actions.dim() == 2 and actions.shape[-1]:
         return actions.shape[-1]
-    first = tensors[0].shape[0]
+    k = min(len(tensors) - 1, 1)
     num_states = 1 if initial is None or not initial.dim() else initial.shape[-1]
-    if len(tensors) > 1:
-        first, num_states = tensors[1].shape[0], tensors[0].shape[1]
-    if first % num_states:
-        k = min(len(tensors) - 1, 1)
-        rows = f"A rows for each of the {num_states} states of layer {k}"
-        raise unexpected(f"transitions[{k}]", rows, f"{first} rows")
-    return first // num_states
+    num_states, rows = tensors[0].shape[1] if k else num_states, tensors[k].shape[0]
+    if rows % num_states:
+        expected = f"A rows for each of the {num_states} states of layer {k}"
+        raise unexpected(f"transitions[{k}]", expected, f"{rows} rows")
+    return rows // num_states
 
 
 def check_actions(mdp: LayeredMDP) -> None:

@@ -71,9 +71,6 @@ class GraphMDP(LayeredMDP):
 
         Waiting costs nothing, and the penalty for not arriving is added. The result has the number
         type of the MDP, and is differentiable.
-
-        Raises:
-            ValueError: if the costs have another shape.
         """
         table = self._of_pairs("costs", costs)
         return table if self._penalty is None else table + self._penalty
@@ -92,9 +89,6 @@ class GraphMDP(LayeredMDP):
 
         An edge that lies on no path from the source to the target has the flow zero. With a
         horizon, all steps of the walks count.
-
-        Raises:
-            ValueError: if q has another shape.
         """
         check_table("q", q, self)
         flat = q.flatten(-2)
@@ -137,9 +131,6 @@ class GraphMDP(LayeredMDP):
 
         Costs may be negative; with a horizon, an edge then may count several times. Of equal paths,
         the one is taken whose first different edge comes first in `edges`.
-
-        Raises:
-            ValueError: if the costs have another shape.
         """
         plan = optimal_policy(self, self.losses(costs))
         return self.flows(occupancy(self, plan.policy))

@@ -141,26 +141,13 @@ def _per_action(transition: Any, action_axis: int | None) -> tuple[list[Any], in
             )
         return pieces, 0
     shape = transition.shape
-    if transition.ndim != 3 or 0 in shape:
-        raise unexpected("transition", "shape (A, S, S) or (S, A, S)", shape)
-    fits = [axis for axis in (0, 1) if shape[2] == shape[1 - axis]]
-    if action_axis is None and len(fits) != 1:
-        reason = (
-            "both axes may count the actions"
-            if fits
-            else "neither reading has as many next states as states"
-        )
-        raise ValueError(
-            f"transition: shape {shape} is neither clearly (A, S, S) nor (S, A, S): {reason}; "
-            "pass action_axis=0 or 1"
-        )
-    axis = fits[0] if action_axis is None else action_axis
-    if axis not in fits:
-        raise ValueError(
-            f"action_axis: with axis {action_axis} counting the actions, shape {shape} is not "
-            "that of transitions"
-        )
-    return list(np.moveaxis(transition, axis, 0)), axis
+    fits = [axis for axis in (0, 1) if len(shape) == 3 and shape[2] == shape[1 - axis] > 0]
+    axes = fits if action_axis is None else [axis for axis in fits if axis == action_axis]
+    if len(axes) != 1:
+        hint = "; both axes may count the actions, so pass action_axis=0 or 1" if axes else ""
+        given = "" if action_axis is None else f" with action_axis={action_axis}"
+        raise unexpected("transition", f"shape (A, S, S) or (S, A, S){given}", f"{shape}{hint}")
+    return list(np.moveaxis(transition, axes[0], 0)), axes[0]
 
 
 def _matrices(pieces: Any) -> list[Any]:

@@ -23,7 +23,7 @@ from torch_occ._support.private import standard_gamma, versions_of
 from torch_occ.mdp import checks
 from torch_occ.mdp.checks import Table, as_tensor, broadcast
 from torch_occ.mdp.layers import DenseLayer, Layer, SparseLayer
-from torch_occ.mdp.unroll import ABSORBING, outcomes_of, unroll
+from torch_occ.mdp.unroll import ABSORBING, finish, outcomes_of, unroll
 
 if TYPE_CHECKING:
     import gymnasium
@@ -43,10 +43,9 @@ class LayeredMDP:
 
     Args:
         transitions: one tensor per layer k = 0..L-1, `P_k[s, a, s'] = P(s' | s, a)` of shape
-            `(*batch, S_k, A, S_{k+1})`. The last one leads to the single terminal state, so its
-            shape is `(*batch, S_{L-1}, A, 1)`. They may require gradients. A layer may also be a
-            sparse tensor `(S_k * A, S_{k+1})` of any layout, with one row per pair; it is never
-            made dense.
+            `(*batch, S_k, A, S_{k+1})`; the last one leads to the single terminal state. They may
+            require gradients. A layer may also be a sparse tensor `(S_k * A, S_{k+1})`, with one
+            row per pair; it is never made dense.
         actions: boolean mask `(S, A)` of the actions of each state; all by default. The
             transitions of masked pairs are ignored.
         initial: distribution `(*batch, S_0)` over the first layer; optional if that layer has one
@@ -164,13 +163,10 @@ class LayeredMDP:
             initial: a distribution `(S,)` or the index of the start state.
             terminal: indices of terminal states.
             actions: boolean mask `(S, A)` of available actions; all by default.
-
-        Raises:
-            ValueError: if an argument is not valid; it names the state and the action.
         """
         transition = as_tensor(transition)
         sparse = not isinstance(transition, Tensor) or transition.layout != torch.strided
-        outcomes = outcomes_of(transition, tuple(terminal), as_tensor(actions))
+        outcomes = finish(outcomes_of(transition), tuple(terminal), as_tensor(actions))
         return cls(**unroll(outcomes, horizon, initial, sparse=sparse))
 
     @classmethod
@@ -196,9 +192,6 @@ class LayeredMDP:
                 that step.
             action_axis: the axis of `transition` that counts the actions, 0 or 1; required if there
                 are as many actions as states.
-
-        Raises:
-            ValueError: if an argument is not valid; it names the state and the action.
         """
         return later("mdp.importers").from_arrays(
             transition, reward, horizon, initial, terminal, action_axis

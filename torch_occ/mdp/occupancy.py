@@ -1,15 +1,12 @@
 """Omega, the set of occupancy measures, and operations along its layers.
 
 An occupancy measure is a `q >= 0` of shape `(*batch, S, A)` that satisfies the flow constraints
-`E q = b`, one row per state:
+`E q = b`, one row per state (`eq:occupancy_measure_cond_2`):
 
     (E q)(s) = q(s) - sum_{s', a'} P(s | s', a') q(s', a'),        b = (initial, 0, ..., 0),
 
-with q(s) = sum_a q(s, a). This is `eq:occupancy_measure_cond_2` of the paper. Its first condition,
-that every layer has total mass one, follows by summing over a layer.
-
-Everything else uses two recursions. For a (signed) policy p with sum_a p(a | s) = 1, let
-P_p(s, s') = sum_a p(a | s) P(s' | s, a). Then
+with q(s) = sum_a q(s, a). Everything else uses two recursions. For a (signed) policy p with
+sum_a p(a | s) = 1, let P_p(s, s') = sum_a p(a | s) P(s' | s, a). Then
 
     forward:    u = source + P_p' u        backward:    v = reward + P_p v
 
@@ -120,9 +117,11 @@ def _substitute(triangle: Tensor, x: Tensor, upper: bool) -> Tensor:
 
 def join(parts: list[Tensor], event_dims: int) -> Tensor:
     """Concatenate layers whose batch shapes may still differ."""
-    split = [(x, x.shape[: x.dim() - event_dims], x.shape[x.dim() - event_dims :]) for x in parts]
-    batch = broadcast(*(own for _, own, _ in split))
-    return torch.cat([x.expand(*batch, *event) for x, _, event in split], -event_dims)
+    split = [x.shape[: x.dim() - event_dims] for x in parts]
+    batch = broadcast(*split)
+    pairs = zip(parts, split, strict=True)
+    same = [x if own == batch else x.expand(*batch, *x.shape[len(own) :]) for x, own in pairs]
+    return torch.cat(same, -event_dims)
 
 
 # -- the constraints ---------------------------------------------------------------------------
@@ -165,7 +164,6 @@ def occupancy(mdp: LayeredMDP, policy: Tensor, *, in_order: bool = False) -> Ten
             batch. It is slower.
 
     Raises:
-        TypeError: if the policy is not a tensor.
         ValueError: if its shape is wrong, or the probabilities in a state do not sum to one.
     """
     policy = as_tensor(policy)
@@ -262,13 +260,6 @@ def optimal_policy(mdp: LayeredMDP, loss: Tensor, *, in_order: bool = False) -> 
         loss: `(*batch, S, A)`.
         in_order: take sums in the order of their entries, so that the bits are the same in every
             batch. It is slower.
-
-    Returns:
-        The policy, its values, Q and the gaps.
-
-    Raises:
-        TypeError: if the loss is not a tensor.
-        ValueError: if its shape is wrong.
     """
     loss = as_tensor(loss)
     check_table("loss", loss, mdp)
@@ -276,9 +267,7 @@ def optimal_policy(mdp: LayeredMDP, loss: Tensor, *, in_order: bool = False) -> 
     values: list[Tensor] = []
     Qs: list[Tensor] = []
     for k in reversed(range(mdp.horizon)):
-        Q = losses[k]
-        if values:
-            Q = Q + mdp.layers[k].ahead(values[0], in_order)
+        Q = losses[k] + mdp.layers[k].ahead(values[0], in_order) if values else losses[k]
         if mdp.missing["pair"] is not None:
             Q = torch.where(masks[k], Q, torch.inf)
         Qs.insert(0, Q)

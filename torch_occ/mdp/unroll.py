@@ -55,25 +55,13 @@ class Outcomes:
         return Outcomes(state, action, after, self.probability[keep], self.actions)
 
 
-def outcomes_of(
-    transition: Any, terminal: tuple[int, ...] = (), actions: Tensor | None = None
-) -> Outcomes:
-    """The outcomes of a table.
-
-    The table is a dense or sparse tensor `(S, A, S)`, or a sparse matrix `(S * A, S)` of torch or
-    SciPy. Entering a terminal state ends the episode. Rows of terminal states and of pairs outside
-    `actions` are ignored.
-    """
-    state, action, after, probability, (num_states, num_actions) = _entries(transition)
-    everything = torch.ones(num_states, num_actions, dtype=torch.bool, device=probability.device)
-    outcomes = Outcomes(state, action, after, probability, everything)
-    return finish(outcomes, terminal, actions)
-
-
 def finish(
     outcomes: Outcomes, terminal: tuple[int, ...], actions: Tensor | None = None
 ) -> Outcomes:
-    """Check outcomes, leave out masked pairs, and let terminal states end the episode."""
+    """Check outcomes, and let terminal states end the episode.
+
+    Rows of terminal states and of pairs outside `actions` are left out.
+    """
     shape, device = tuple(outcomes.actions.shape), outcomes.actions.device
     for state in terminal:
         if not 0 <= state < shape[0]:
@@ -107,35 +95,35 @@ def finish(
     return replace(found, next=torch.where(ends[found.next], ABSORBING, found.next))
 
 
-def _entries(transition: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[int, int]]:
-    """State, action, next state and probability of every entry, and (S, A)."""
+def outcomes_of(transition: Any) -> Outcomes:
+    """The outcomes of a dense or sparse tensor `(S, A, S)`, or a sparse matrix `(S * A, S)`."""
     shape = tuple(transition.shape) if hasattr(transition, "shape") else ()
     if isinstance(transition, Tensor) and transition.layout == torch.strided:
         if len(shape) != 3 or shape[0] != shape[2]:
             raise unexpected("transition", "shape (S, A, S)", shape)
         # With gradients every entry is kept, so that zeros have a gradient too.
-        kept = (transition != 0) | transition.requires_grad
-        state, action, after = kept.nonzero(as_tuple=True)
-        return state, action, after, transition[state, action, after], (shape[0], shape[1])
-    if hasattr(transition, "tocoo"):
-        matrix = transition.tocoo()
-        index = tuple(torch.as_tensor(x, dtype=torch.long) for x in (matrix.row, matrix.col))
-        values = torch.as_tensor(matrix.data)
+        index = ((transition != 0) | transition.requires_grad).nonzero(as_tuple=True)
+        values = transition[index]
     elif isinstance(transition, Tensor):
         transition = transition.to_sparse_coo().coalesce()
         index, values = transition.indices().unbind(), transition.values()
+    elif hasattr(transition, "tocoo"):
+        matrix = transition.tocoo()
+        index = tuple(torch.as_tensor(x, dtype=torch.long) for x in (matrix.row, matrix.col))
+        values = torch.as_tensor(matrix.data)
     else:
         raise TypeError(
             f"transition: expected a tensor or a sparse matrix, got {type(transition).__name__}; "
             "torch.as_tensor converts an array"
         )
-    if len(shape) == 3 and shape[0] == shape[2]:
-        return index[0], index[1], index[2], values, (shape[0], shape[1])
-    if len(shape) != 2 or 0 in shape or shape[0] % shape[1]:
+    if len(shape) == 2 and 0 not in shape and shape[0] % shape[1] == 0:
+        num_actions = shape[0] // shape[1]
+        index = (index[0] // num_actions, index[0] % num_actions, index[1])
+        shape = (shape[1], num_actions, shape[1])
+    if len(shape) != 3 or shape[0] != shape[2]:
         raise unexpected("transition", "a sparse table of shape (S, A, S) or (S * A, S)", shape)
-    num_actions = shape[0] // shape[1]
-    state, action = index[0] // num_actions, index[0] % num_actions
-    return state, action, index[1], values, (shape[1], num_actions)
+    everything = torch.ones(shape[:2], dtype=torch.bool, device=values.device)
+    return Outcomes(index[0], index[1], index[2], values, everything)
 
 
 def unroll(

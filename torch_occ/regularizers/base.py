@@ -23,16 +23,9 @@ from torch import Tensor
 
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.regularizers import parameters
 from torch_occ.regularizers import terms as tables
-from torch_occ.regularizers.parameters import (
-    Frozen,
-    FrozenList,
-    Parametrized,
-    Value,
-    alone,
-    call_with,
-    fit,
-)
+from torch_occ.regularizers.parameters import Frozen, FrozenList, Parametrized, Value, fit
 from torch_occ.regularizers.schedules import Schedule
 from torch_occ.regularizers.terms import Argument, Term, Weight, Weighted, WeightRow
 
@@ -56,7 +49,7 @@ class Regularizer(Parametrized):
         yield self, Weight()
 
     def forward(self, q: Tensor, t: Tensor | float = 1.0, mdp: LayeredMDP | None = None) -> Tensor:
-        """Evaluate psi_t(q).
+        """Evaluate psi_t(q), `(*batch,)`.
 
         Args:
             q: `(*batch, S, A)`.
@@ -64,11 +57,7 @@ class Regularizer(Parametrized):
             mdp: says which pairs exist and which states form a layer. By default all pairs exist
                 and all states form one layer.
 
-        Returns:
-            `(*batch,)`.
-
         Raises:
-            TypeError: if a part is derived from none of the three base classes of the levels.
             ValueError: if a function of a part returns a tensor of the wrong shape.
         """
         mdp = _single_layer(q) if mdp is None else mdp
@@ -194,12 +183,9 @@ class Sum(Frozen, Regularizer):
 
 
 class Scaled(Frozen, Regularizer):
-    """psi * factor^power, with power 1 or -1 and a factor that is a schedule or a number.
+    """psi * factor^power, with power 1 or -1 and a factor that is a schedule or a positive number.
 
     All three are fixed; the values of parameters may change.
-
-    Raises:
-        ValueError: if the factor is a number that is not positive and finite.
     """
 
     fixed: ClassVar = dict.fromkeys(
@@ -221,11 +207,7 @@ class Scaled(Frozen, Regularizer):
 
 
 class TabularRegularizer(SeparableRegularizer):
-    """A separable regularizer given by its table of terms.
-
-    Raises:
-        ValueError: if a parameter is outside its domain or declares event dimensions.
-    """
+    """A separable regularizer given by its table of terms."""
 
     def __init__(self, **parameters: Value) -> None:
         super().__init__(**parameters)
@@ -370,12 +352,12 @@ def call(part: Regularizer, key: Key, x: Tensor) -> Tensor:
     It sees parameters with a batch or a place in shapes that broadcast against x.
     """
     method, (event_dims, result_dims) = "per_state" if isinstance(key, int) else key, dims_of(key)
-    with alone():
+    with parameters.alone():
         shown = part.spread_all(event_dims)
         batch = broadcast(x.shape[: x.dim() - event_dims], *part.batched())
         x = x.expand(*batch, *x.shape[x.dim() - event_dims :])
         try:
-            value = call_with(part, shown, lambda: getattr(part, method)(x))
+            value = parameters.call_with(part, shown, lambda: getattr(part, method)(x))
         except RuntimeError as error:
             if not shown:
                 raise

@@ -116,13 +116,12 @@ def jin_luo(
     Raises:
         ValueError: if alpha or beta is negative, or gamma is not positive.
     """
-    alpha = mdp.num_actions**-0.5 if alpha is None else alpha
-    beta = 64.0 * mdp.horizon if beta is None else beta
-    gamma = 1.0 if gamma is None else gamma
-    alpha, beta, gamma = (
-        torch.as_tensor(value, dtype=mdp.dtype, device=mdp.device)
-        if isinstance(value, Tensor | int | float)
-        else value
-        for value in (alpha, beta, gamma)
-    )
-    return HybridTsallis(alpha) / InverseSqrt(gamma) + LogBarrier(beta)
+
+    def value(given: Value | None, default: float) -> Value:
+        given = default if given is None else given
+        if not isinstance(given, Tensor | int | float):
+            return given
+        return torch.as_tensor(given, dtype=mdp.dtype, device=mdp.device)
+
+    hybrid = HybridTsallis(value(alpha, mdp.num_actions**-0.5)) / InverseSqrt(value(gamma, 1.0))
+    return hybrid + LogBarrier(value(beta, 64.0 * mdp.horizon))

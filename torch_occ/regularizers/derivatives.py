@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ._support.private import own_parameter_names, own_parameters
+from torch_occ._support.private import own_parameters
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Composition, Key, Regularizer, dims_of
 from torch_occ.regularizers.parameters import (
@@ -48,7 +48,7 @@ class Evaluator:
         self.owners = [
             (module, name)
             for _, module in regularizer.named_modules()
-            for name in own_parameter_names(module)
+            for name in own_parameters(module)
             if id(module) in users
         ]
         named = [*self.factors, *self.owners]
@@ -58,12 +58,7 @@ class Evaluator:
         self.event_dims: tuple[int | None, ...] = (*(2 for _ in self.factors), *own)
 
     def parameters(self, t: Tensor) -> tuple[Tensor, ...]:
-        """Return the parameters now.
-
-        Raises:
-            RuntimeError: if a user's parameter was replaced by a parametrization, or its
-                regularizer has other parts or terms than at the start.
-        """
+        """Return the parameters now; a RuntimeError if a user has replaced one, or a part."""
         try:
             with alone():
                 own = [own_parameters(module)[name] for module, name in self.owners]
@@ -87,11 +82,7 @@ class Evaluator:
         return found
 
     def validate(self, parameters: Sequence[Tensor]) -> None:
-        """Check that all parameters are in their domains.
-
-        Raises:
-            ValueError: if one is not; the message names it.
-        """
+        """Check that all parameters are in their domains; the ValueError names the first one."""
         for (owner, key), value in zip(self.factors, parameters, strict=False):
             if owner is not None and key:
                 owner.check_value(key, value)

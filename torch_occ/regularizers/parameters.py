@@ -34,13 +34,6 @@ class Place:
     layer_sizes: tuple[int, ...]
     num_actions: int
 
-    @property
-    def shape(self) -> torch.Size:
-        """The event shape of the parameter."""
-        states = sum(self.layer_sizes)
-        sizes = {"layer": (len(self.layer_sizes),), "state": (states,)}
-        return torch.Size(sizes.get(self.kind, (states, self.num_actions)))
-
     def spread(self, x: Tensor) -> Tensor:
         """Return a parameter in the shape `(*batch, S, 1 or A)`."""
         if self.kind == "layer":
@@ -62,13 +55,19 @@ class _Placed:
     def __init__(self, mdp: LayeredMDP, values: Tensor | float = 1.0) -> None:
         self.place = Place(self.kind, mdp.layer_sizes, mdp.num_actions)
         given = torch.as_tensor(values, dtype=mdp.dtype, device=mdp.device).detach()
-        event = self.place.shape
+        num_states, num_actions = mdp.actions.shape
+        shapes = {
+            "layer": (mdp.horizon,),
+            "state": (num_states,),
+            "pair": (num_states, num_actions),
+        }
+        event = shapes[self.kind]
         try:
             batch = given.shape[: max(given.dim() - len(event), 0)]
             self.values = given.expand(*batch, *event).clone()
         except RuntimeError:
             raise ValueError(
-                f"{type(self).__name__}: expected a number or a tensor of shape {tuple(event)}, "
+                f"{type(self).__name__}: expected a number or a tensor of shape {event}, "
                 f"with the batch dimensions in front, got {tuple(given.shape)}"
             ) from None
 
@@ -99,10 +98,7 @@ def spread_batch(x: Tensor) -> Tensor:
 def fit(x: Any, event_dims: int) -> Any:
     """Drop dimensions of a weight `(*batch, S or 1, A or 1)`, to `event_dims` after the batch.
 
-    Numbers stay as they are.
-
-    Raises:
-        ValueError: if the values differ along a dimension that is dropped.
+    Numbers stay as they are. It is a ValueError if values differ along such a dimension.
     """
     if not isinstance(x, Tensor) or x.dim() == 0 or event_dims == 2:
         return x
@@ -190,7 +186,7 @@ class Parametrized(nn.Module):
                         f"dimensions, so it cannot be a {type(value).__name__}; give a tensor"
                     )
                 self._places[name] = value.place
-                self._event_dims[name] = len(value.place.shape)
+                self._event_dims[name] = 2 if value.kind == "pair" else 1
                 value = value.values
             if value is None or isinstance(value, str):
                 which = f"{type(self).__name__}: {name}"
@@ -219,11 +215,7 @@ class Parametrized(nn.Module):
         }
 
     def check_places(self, mdp: LayeredMDP) -> None:
-        """Check that parameters with a value per layer, state or pair belong to this MDP.
-
-        Raises:
-            ValueError: if one belongs to another layout; the message names it.
-        """
+        """Check that parameters with a value per layer, state or pair belong to this MDP."""
         for name, place in self.places().items():
             if (place.layer_sizes, place.num_actions) != (mdp.layer_sizes, mdp.num_actions):
                 raise ValueError(
@@ -264,11 +256,7 @@ class Parametrized(nn.Module):
         return spread_batch(found) if place is None else place.spread(found)
 
     def validate(self) -> None:
-        """Check that all parameters are in their domains; submodules included.
-
-        Raises:
-            ValueError: if one is not; the message names the first one.
-        """
+        """Check that all parameters, also of submodules, are in their domains."""
         with alone():
             for module in self.modules():
                 if isinstance(module, Parametrized):
@@ -304,9 +292,6 @@ class Frozen(nn.Module):
     """A module whose attributes named in `fixed` can be set only once.
 
     `fixed` maps each name to advice: what to do instead of setting the attribute again.
-
-    Raises:
-        AttributeError: if such an attribute is set again or deleted.
     """
 
     fixed: ClassVar[dict[str, str]] = {}

@@ -1,6 +1,7 @@
 """Learners from the literature, to compare with; imported on demand, compiled.
 
 beliefs     counts, epochs and confidence sets of learners that do not know the transitions
+exploring   IXOMD, Balanced and Adaptive FTRL, for bandit feedback in games
 kl_ucb      KL-UCB for known transitions: optimism by relative entropy
 projection  the Kullback-Leibler projection of UOB-REPS
 thompson    posterior sampling: Thompson sampling, and PSRL for unknown transitions
@@ -17,6 +18,10 @@ except ImportError as error:
 from torch_occ.rivals.beliefs import CountingLearner as CountingLearner
 from torch_occ.rivals.beliefs import Widths as Widths
 from torch_occ.rivals.beliefs import empirical_transitions as empirical_transitions
+from torch_occ.rivals.exploring import ExploringFTRL as ExploringFTRL
+from torch_occ.rivals.exploring import adaptive_ftrl as adaptive_ftrl
+from torch_occ.rivals.exploring import balanced_ftrl as balanced_ftrl
+from torch_occ.rivals.exploring import ixomd as ixomd
 from torch_occ.rivals.kl_ucb import KLUCB as KLUCB
 from torch_occ.rivals.thompson import PSRL as PSRL
 from torch_occ.rivals.thompson import Thompson as Thompson

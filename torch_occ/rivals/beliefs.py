@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.engine.lanes import anywhere, lane, sqrt, where
-from torch_occ.engine.layout import PAIR, Floats, Ints, Model, inlined, routine
+from torch_occ.engine.layout import PAIR, Floats, Ints, Model, routine
 from torch_occ.engine.play import Game
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners import Learner
@@ -436,8 +436,10 @@ def estimate_losses(game: Game, by_bounds: bool, learner: Any) -> None:
     """Write the table of losses, or loss / (u + bias) of visited pairs; u is q, or bounds it."""
     for i in range(len(learner.q)):
         learner.estimate[i] = 0.0
+    policy, lower, upper, room = learner.policy, learner.lower, learner.upper, learner.room
+    reach = Reach(policy, lower, upper, room, learner.ahead, learner.order)
     for n in range(len(game.pairs)):
-        own, estimate, q = lane(reach_of(learner), n), lane(learner.estimate, n), lane(learner.q, n)
+        own, estimate, q = lane(reach, n), lane(learner.estimate, n), lane(learner.q, n)
         for i in range(game.table.shape[1]):
             estimate[i] = game.table[n, i]
         for k in range(0 if game.table.shape[1] > 0 else game.pairs.shape[1]):
@@ -447,11 +449,3 @@ def estimate_losses(game: Game, by_bounds: bool, learner: Any) -> None:
                 reached = upper_bound(game.model, learner.entry, own, game.states[n, k], k)
                 u = own.policy[i] * reached
             estimate[i] = game.losses[n, k] / (u + learner.bias)
-
-
-@inlined
-def reach_of(learner: Any) -> Reach:
-    """These fields of a learner."""
-    return Reach(
-        learner.policy, learner.lower, learner.upper, learner.room, learner.ahead, learner.order
-    )

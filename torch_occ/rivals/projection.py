@@ -429,22 +429,14 @@ def project(model: Model, learner: Any) -> tuple[Any, Any, Any, Any]:
 
 @routine(inline=True)
 def start_from(model: Model, q: Floats, loss: Floats, rate: Any, scratch: Scratch) -> None:
-    """Set the weights, and the guess: the reference's shares of the states of each layer."""
-    start, num_actions, states = model.start, model.num_actions, scratch.states
-    for i in range(len(q)):
-        if model.exists[PAIR, i]:
-            scratch.pairs[LOG_WEIGHT, i] = log(q[i]) - rate * loss[i]
-    for k in range(len(start) - 1):
-        total = 0.0
-        for s in range(start[k], start[k + 1]):
-            mass = 0.0
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                if model.exists[PAIR, i]:
-                    mass += q[i]
-            states[TRIAL, s] = mass
-            total += mass
-        for s in range(start[k], start[k + 1]):
-            states[TRIAL, s] = log(states[TRIAL, s] / total)
+    """Set the weights, and the guess: the state occupancies of the reference."""
+    for s in range(model.start[-1]):
+        mass = 0.0
+        for i in range(s * model.num_actions, (s + 1) * model.num_actions):
+            if model.exists[PAIR, i]:
+                scratch.pairs[LOG_WEIGHT, i] = log(q[i]) - rate * loss[i]
+                mass += q[i]
+        scratch.states[TRIAL, s] = log(mass)
 
 
 @routine(inline=True)

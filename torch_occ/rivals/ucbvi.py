@@ -390,27 +390,13 @@ class MultiLayerUCBVI(Learner):
 
     def __init__(self, mdp: LayeredMDP, episodes: int, delta: float = 0.1) -> None:
         super().__init__(mdp.blind())
-        self.max_episodes = needed_episodes(
-            "MultiLayerUCBVI", episodes, "which decides the number of its layers"
-        )
+        why = "which decides the number of its layers"
+        T = self.max_episodes = needed_episodes("MultiLayerUCBVI", episodes, why)
         self.delta = check_delta("MultiLayerUCBVI", delta)
-
-    @property
-    def layers(self) -> int:
-        """R, the number of layers."""
-        assert self.max_episodes is not None
-        return max(1, math.ceil(math.log2(self.max_episodes)))
-
-    @property
-    def logarithm(self) -> float:
-        """The logarithm in the bonus, ln(4 S A (R + 1) T / delta): a union over data and visits."""
-        assert self.max_episodes is not None
-        return math.log(4 * self.mdp.num_pairs * (self.layers + 1) * self.max_episodes / self.delta)
-
-    @property
-    def corruption(self) -> float:
-        """Twice the changes that a slow layer sees, as `UCBVI` counts them."""
-        return 2 * (math.log(2 * self.mdp.horizon * self.layers / self.delta) + 3)
+        R = self.layers = max(1, math.ceil(math.log2(T)))
+        # In the bonus: a union over data and visits; and twice the changes that a layer sees.
+        self.logarithm = math.log(4 * mdp.num_pairs * (R + 1) * T / delta)
+        self.corruption = 2 * (math.log(2 * mdp.horizon * R / delta) + 3)
 
     def start(self, num_seeds: int) -> None:
         pairs = self._zeros(num_seeds).unsqueeze(1).repeat(1, self.layers, 1, 1)

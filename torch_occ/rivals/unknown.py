@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torch_occ.engine import layout as at
 from torch_occ.engine.lanes import Shared, power, sqrt, where
-from torch_occ.engine.layout import ERROR, GUESSED, PAIR, RECENT, Floats, Ints, Model, Work, routine
-from torch_occ.engine.learners import Solver, take_step
-from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
-from torch_occ.engine.play import occupy_by_policy as occupy
+from torch_occ.engine.layout import Floats, Ints, Model, Solver, Work, routine
+from torch_occ.engine.learners import take_step
+from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, occupy_by, propose
 from torch_occ.game.learners import FTRL
 from torch_occ.game.players import solver_settings
 from torch_occ.mdp.layered import LayeredMDP
@@ -123,6 +123,8 @@ class UnknownFTRL(CountingLearner):
         self.valid: list[Any] = []  # the last parameters that `check_settings` found valid
         self.widths, self.bonus, self.restart = widths, bonus, restart
         self.full_information = full_information
+        # L ln(S A); at least L ln 2, for there may be nothing to choose.
+        self.choices = mdp.horizon * math.log(max(mdp.num_pairs, 2))
         self.max_episodes = None if widths is None else widths.episodes
 
     @classmethod
@@ -199,11 +201,6 @@ class UnknownFTRL(CountingLearner):
 
     check_settings = FTRL.check_settings
 
-    @property
-    def choices(self) -> float:
-        """L ln(S A); at least L ln 2, for there may be nothing to choose."""
-        return self.mdp.horizon * math.log(max(self.mdp.num_pairs, 2))
-
 
 # -- compiled --------------------------------------------------------------------------------------
 
@@ -239,17 +236,17 @@ def believe(learner: CompiledUnknown, work: Work) -> None:
     for k in range(layers):
         reach = settings.share * float(layers - 1 - k if settings.remaining else layers)
         for i in range(model.start[k] * num_actions, model.start[k + 1] * num_actions):
-            if settings.bonus and model.exists[PAIR, i]:
+            if settings.bonus and model.exists[at.PAIR, i]:
                 total = 0.0
                 for e in range(entry[i], entry[i + 1]):
                     total += learner.widths[e]
                 learner.bonus[i] = reach * min(settings.share * total, 1.0)
     for i in range(model.start[-2] * model.num_actions):
-        if model.exists[PAIR, i]:
+        if model.exists[at.PAIR, i]:
             for e in range(entry[i], entry[i + 1]):
                 model.next_state[i, e - entry[i]] = learner.belief[e]
                 model.arrivals[e - entry[i], i] = learner.belief[e]
-    occupy(model, learner.uniform, learner.solver.middle, work)
+    occupy_by(model, learner.uniform, False, learner.solver.middle, work)
 
 
 @routine(inline=True)
@@ -257,7 +254,7 @@ def renew(learner: CompiledUnknown, work: Work) -> None:
     """Start epochs with q of the last policy, or with `restart` of the uniform one."""
     model, new = learner.believed, learner.begun[0] > 0.0
     if not learner.restart:
-        occupy(model, learner.policy, learner.fresh, work)
+        occupy_by(model, learner.policy, False, learner.fresh, work)
     for i in range(len(learner.q)):
         if learner.restart:
             learner.cumulative_loss[i] = where(new, 0.0, learner.cumulative_loss[i])
@@ -265,9 +262,9 @@ def renew(learner: CompiledUnknown, work: Work) -> None:
         learner.q[i] = where(new, learner.fresh[i], learner.q[i])
     if learner.restart:
         learner.spread[0] = where(new, 0.0, learner.spread[0])
-    work.notes[ERROR] = where(new, np.inf, work.notes[ERROR])
-    work.notes[RECENT] = where(new, 0.0, work.notes[RECENT])
-    work.notes[GUESSED] = where(new, 0.0, work.notes[GUESSED])
+    work.notes[at.ERROR] = where(new, np.inf, work.notes[at.ERROR])
+    work.notes[at.RECENT] = where(new, 0.0, work.notes[at.RECENT])
+    work.notes[at.GUESSED] = where(new, 0.0, work.notes[at.GUESSED])
 
 
 @routine(inline=True)
@@ -291,7 +288,7 @@ def set_time(t: float, learner: CompiledUnknown, work: Work) -> None:
             weights[k] = weight * power(time, powers[1, k])
         change = abs(weights[k] - before)
         most = max(most, where(change > 0.0, change / abs(before), 0.0))
-    work.notes[ERROR] += most
+    work.notes[at.ERROR] += most
 
 
 @routine(inline=True)

@@ -28,8 +28,7 @@ from torch_occ.engine.layout import (
     lanes_in,
     make_work,
 )
-from torch_occ.engine.newton import SMALLEST
-from torch_occ.engine.sparse import sweep_all
+from torch_occ.engine.linear import sweep_all
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import SparseLayer
@@ -37,8 +36,8 @@ from torch_occ.regularizers.derivatives import Evaluator
 from torch_occ.regularizers.terms import Factor
 from torch_occ.step import arrays
 from torch_occ.step.arrays import MDPArrays, number, plain, rows, tabulate
-from torch_occ.step.entropic import poison, push_forward
-from torch_occ.step.implicit import Setting, Stationarity, solve_setting
+from torch_occ.step.entropic import poison
+from torch_occ.step.implicit import Setting, solve_setting
 from torch_occ.step.solution import (
     Options,
     Solution,
@@ -96,21 +95,38 @@ class Origin(NamedTuple):
         return self.step.linear(self.world, self.batch, *given, wanted)
 
     def pull_back(
-        self, bars: Floats, inputs: Sequence[Any], needed: Sequence[bool]
+        self,
+        q: Tensor,
+        loss: Tensor,
+        inputs: Sequence[Any],
+        needed: Sequence[bool],
+        bars: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """Return derivatives with respect to t and the parameters from those of `linear`."""
-        step, found = self.step, list[Tensor | None]()
-        by_terms = arrays.untabulate(bars, self.batch, step.pairs)
-        for i, x in enumerate(inputs):
-            total: Any = None
-            for k in step.uses[i] if needed[i] else ():
-                bar = by_terms[k] * step.rows[k].slope(self.values, i, self.numbers[k])
-                total = bar if total is None else total + bar
-            if needed[i]:
-                total = 0.0 if total is None else total
-                total = arrays.shaped(total, x, i == 0, self.batch, step.pairs)
-            found.append(total)
-        return found
+        """Return derivatives with respect to the loss, t, the parameters and the probabilities.
+
+        Args:
+            needed: for the loss and each of the inputs.
+            bars: those of q and v.
+        """
+        step, last = self.step, 1 + len(self.values)  # the probabilities follow
+        wanted = step.depth if any(needed[1:last]) else 0
+        # The system is K' and not K: the sign of v_bar differs.
+        minus_x_bar, r_bar, by_terms = self.linear(q, bars[0], bars[1], wanted)
+        loss_bar, m = step.tensors(self.batch, minus_x_bar, r_bar)
+        found = [arrays.summed(loss_bar, loss) if needed[0] else None]
+        slopes = arrays.untabulate(by_terms, self.batch, step.pairs) if wanted else []
+        for i, x in enumerate(inputs[: last - 1]):
+            if not needed[1 + i]:
+                found.append(None)
+                continue
+            total: Any = 0.0
+            for k in step.uses[i]:
+                total = total + slopes[k] * step.rows[k].slope(self.values, i, self.numbers[k])
+            found.append(arrays.shaped(total, x, i == 0, self.batch, step.pairs))
+        if any(needed[last:]):
+            v = torch.from_numpy(self.v).view_as(m)
+            found += self.world.pull_back(q, v, loss_bar, m, needed[last:])
+        return found + [None] * (len(needed) - len(found))
 
 
 class Follow(torch.autograd.Function):
@@ -125,8 +141,6 @@ class Follow(torch.autograd.Function):
         ctx.origin, ctx.numbers = origin, [None if isinstance(x, Tensor) else x for x in inputs]
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         ctx.save_for_backward(q, loss, *tensors)
-        if private.in_forward_mode():
-            ctx.save_for_forward(q, loss, *tensors)
         ctx.set_materialize_grads(False)
         return q, v
 
@@ -137,81 +151,21 @@ class Follow(torch.autograd.Function):
         if q_bar is None and v_bar is None:  # as after the envelope theorem (torch_occ.learning)
             return None, *[None] * len(needed)
         private.refuse_batched_derivatives(q_bar, v_bar)
-        q, loss, *inputs = _saved(ctx)
+        q, loss, *tensors = ctx.saved_tensors
+        saved = iter(tensors)
+        inputs = [next(saved) if x is None else x for x in ctx.numbers]
         again = torch.is_grad_enabled() or private.in_forward_mode()  # this is differentiated, too
-        if again or origin.has_dead:
-            with torch.enable_grad():
-                bars = _differentiably(origin, q, (loss, *inputs), needed, q_bar, v_bar)
-            return None, *(x if x is None or again else x.detach() for x in bars)
-        # The system is K' and not K: the sign of v_bar differs.
-        last = 1 + len(origin.values)  # the probabilities follow
-        wanted = origin.step.depth if any(needed[1:last]) else 0
-        minus_x_bar, r_bar, by_terms = origin.linear(q, q_bar, v_bar, wanted)
-        loss_bar, m = origin.step.tensors(origin.batch, minus_x_bar, r_bar)
-        found = [arrays.summed(loss_bar, loss) if needed[0] else None]
-        found += origin.pull_back(by_terms, inputs[: last - 1], needed[1:last])
-        if any(needed[last:]):
-            v = torch.from_numpy(origin.v).view_as(m)
-            found += origin.world.pull_back(q, v, loss_bar, m, needed[last:])
-        return None, *found, *[None] * (len(needed) - len(found))
-
-    @staticmethod
-    def jvp(ctx: Any, _origin: None, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
-        origin: Origin = ctx.origin
-        private.refuse_batched_derivatives(*tangents)
-        q, loss, *inputs = _saved(ctx)
-        step, mdp, v = origin.step, origin.world.mdp, torch.from_numpy(origin.v).view(q.shape[:-1])
-        first = 0 if origin.has_dead else 1  # the loss needs no function then
-        moving = [i for i, x in enumerate(tangents) if i >= first and x is not None]
-
-        def again(*moved: Tensor) -> tuple[Tensor, Tensor]:
-            given = [loss, *inputs]
-            for i, x in zip(moving, moved, strict=True):
-                given[i] = x
-            if origin.has_dead:
-                return step.replay(mdp, q, given[0], given[1:])
-            setting = step.setting(mdp, given[1:])
-            # The same floor as in torch_occ.engine.newton.floor_pairs.
-            at = torch.where(mdp.actions, q.clamp(min=SMALLEST), 0.0)
-            return Stationarity(setting, step.options, None).operator(
-                (at, v), setting.align(q.dim() - 2)
-            )
-
-        x, r = torch.zeros_like(q), None
-        if moving:
-            at, along = [(loss, *inputs)[i] for i in moving], [tangents[i] for i in moving]
-            x, r = push_forward(again, at, along)
-            if origin.has_dead:
-                return origin.poison(q, x, r)
-            r = -r
-        x = x if tangents[0] is None else x + tangents[0]
-        return step.tensors(origin.batch, *origin.linear(q, x, r)[:2])
-
-
-def _saved(ctx: Any) -> list[Any]:
-    """Return q, the loss, and the other inputs."""
-    q, loss, *tensors = ctx.saved_tensors
-    rest = iter(tensors)
-    return [q, loss, *(next(rest) if x is None else x for x in ctx.numbers)]
-
-
-def _differentiably(
-    origin: Origin,
-    q: Tensor,
-    inputs: Sequence[Any],
-    needed: Sequence[bool],
-    q_bar: Tensor | None,
-    v_bar: Tensor | None,
-) -> list[Tensor | None]:
-    """Run the backward pass in differentiable operations."""
-    q_bar = torch.zeros_like(q) if q_bar is None else q_bar
-    v_bar = torch.zeros_like(q[..., 0]) if v_bar is None else v_bar
-    again = origin.step.replay(origin.world.mdp, q, inputs[0], inputs[1:])
-    wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
-    bars = origin.poison(q, q_bar, v_bar)
-    grads = torch.autograd.grad(again, wanted, bars, create_graph=True, allow_unused=True)
-    found = iter(grads)
-    return [next(found) if need else None for need in needed]
+        if not (again or origin.has_dead):
+            return None, *origin.pull_back(q, loss, inputs, needed, (q_bar, v_bar))
+        q_bar = torch.zeros_like(q) if q_bar is None else q_bar
+        v_bar = torch.zeros_like(q[..., 0]) if v_bar is None else v_bar
+        with torch.enable_grad():
+            solved = origin.step.replay(origin.world.mdp, q, loss, *inputs)
+            wanted = [x for x, need in zip((loss, *inputs), needed, strict=True) if need]
+            options = {"create_graph": again, "allow_unused": True}
+            bars = origin.poison(q, q_bar, v_bar)
+            found = iter(torch.autograd.grad(solved, wanted, bars, **options))
+        return None, *(next(found) if need else None for need in needed)
 
 
 # -- The engine of `FTRLStep`: compiled solves of a batch of problems ------------------------------
@@ -230,10 +184,6 @@ _SINGLE = torch.Size()
 _ALONE = 16
 
 _ONLY = np.zeros(1, dtype=np.int64)
-
-#: Each for one MDP, and for an MDP for every element.
-_SOLVE = (kernels.solve_steps, kernels.solve_steps_of_models)
-_LINEAR = (kernels.solve_linear, kernels.solve_linear_of_models)
 
 
 class CompiledStep:
@@ -298,6 +248,82 @@ class CompiledStep:
         Raises:
             ValueError, TypeError: if an argument is wrong, with the message of the torch path.
         """
+        prepared = self._prepare(loss, t, start, mdp, parameters)
+        if prepared is None:
+            return None
+        world, inputs, values, numbers, terms, batch = prepared
+        entropies, count = None, batch.numel()
+        if terms.shape[1] > 1 and self.kinds[2]:
+            entropies = np.empty(count, dtype=np.bool_)
+            kernels.find_entropies(self.kinds, terms, entropies)
+        q, v, certificate = self._empty(count, 5)
+        given = (rows(loss, batch, 2), rows(start, batch, 2), q, v, certificate)
+        limits = (self.tolerance, self.options.max_steps)
+        self.run(world, batch, kernels.solve_steps, terms, entropies, *given, *limits)
+        statuses = certificate[:, 0]
+        if self.in_logs and not np.isfinite(q).all():
+            lost = ~np.isfinite(q.reshape(count, -1)).all(-1)
+            statuses[lost & (statuses == Status.CONVERGED)] = Status.NOT_FINITE
+        converged = not (statuses.any() if batch else statuses.item())
+        if not converged and (statuses == kernels.BAD_INPUT).any():
+            self._complain(world, loss, t, start)
+            return None
+        followed = (loss, *inputs, *world.tensors)
+        if private.in_forward_mode():
+            found = self.replay(world.mdp, self.tensors(batch, q, v)[0], *followed)
+        elif torch.is_grad_enabled() and any(
+            isinstance(x, Tensor) and x.requires_grad for x in followed
+        ):
+            solved = (q, v, certificate, batch, converged)
+            found = Follow.apply(Origin(self, world, values, numbers, terms, *solved), *followed)
+        else:
+            found = self.tensors(batch, q, v)
+        # The user gets a copy of failures, because derivatives read them later.
+        certificate = certificate if converged else certificate.copy()
+        marks = torch.from_numpy(certificate.reshape(*batch, 5))
+        return Solution(found[0], found[1], marks, True), converged
+
+    def pull_back(
+        self,
+        parameters: Sequence[Tensor],
+        loss: Tensor,
+        t: Tensor,
+        found: Sequence[Tensor],
+        bars: Sequence[Tensor],
+        more: bool,
+    ) -> list[Tensor] | None:
+        """Return derivatives at a solution that is known, without solving again.
+
+        Args:
+            found: q, v and the certificate.
+            bars: those of q and v.
+            more: whether to differentiate with respect to t and the parameters, too.
+
+        Returns:
+            The derivatives; None if they are computed in torch.
+        """
+        prepared = self._prepare(loss, t, found[0], None, parameters)
+        if prepared is None:
+            return None
+        world, inputs, values, numbers, terms, batch = prepared
+        q, v = rows(found[0], batch, 2), rows(found[1], batch, 1)
+        solved = (q, v, found[2].numpy().reshape(-1, 5), batch, True)
+        origin = Origin(self, world, values, numbers, terms, *solved)
+        if origin.has_dead:
+            return None
+        needed = [True, *[more] * len(inputs)]
+        bar = origin.pull_back(found[0], loss, inputs, needed, bars[:2])
+        return [x for x in bar if x is not None]
+
+    def _prepare(
+        self,
+        loss: Tensor,
+        t: Tensor | float,
+        start: Tensor,
+        mdp: LayeredMDP | None,
+        parameters: Sequence[Tensor] | None,
+    ) -> tuple[MDPArrays, list[Any], list[Any], list[Any], Floats, torch.Size] | None:
+        """Return the MDPs, the fields of `Origin` before q, the inputs and the batch shape."""
         world = self.world_of(mdp)
         if world is None:
             return None
@@ -313,36 +339,7 @@ class CompiledStep:
             numbers = self.weigh(values)
         except ArithmeticError:
             return None
-        terms = tabulate(numbers, batch, self.pairs)
-        entropies, count = None, batch.numel()
-        if terms.shape[1] > 1 and self.kinds[2]:
-            entropies = np.empty(count, dtype=np.bool_)
-            kernels.find_entropies(self.kinds, terms, entropies)
-        q, v, certificate = self._empty(count, 5)
-        given = (rows(loss, batch, 2), rows(start, batch, 2), q, v, certificate)
-        limits = (self.tolerance, self.options.max_steps)
-        self.run(world, batch, _SOLVE, terms, entropies, *given, *limits)
-        statuses = certificate[:, 0]
-        if self.in_logs and not np.isfinite(q).all():
-            lost = ~np.isfinite(q.reshape(count, -1)).all(-1)
-            statuses[lost & (statuses == Status.CONVERGED)] = Status.NOT_FINITE
-        converged = not (statuses.any() if batch else statuses.item())
-        if not converged and (statuses == kernels.BAD_INPUT).any():
-            self._complain(world, loss, t, start)
-            return None
-        followed = (loss, *inputs, *world.tensors)
-        if private.in_forward_mode() or (
-            torch.is_grad_enabled()
-            and any(isinstance(x, Tensor) and x.requires_grad for x in followed)
-        ):
-            solved = (q, v, certificate, batch, converged)
-            found = Follow.apply(Origin(self, world, values, numbers, terms, *solved), *followed)
-        else:
-            found = self.tensors(batch, q, v)
-        # The user gets a copy of failures, because derivatives read them later.
-        certificate = certificate if converged else certificate.copy()
-        marks = torch.from_numpy(certificate.reshape(*batch, 5))
-        return Solution(found[0], found[1], marks, True), converged
+        return world, inputs, values, numbers, tabulate(numbers, batch, self.pairs), batch
 
     def tensors(self, batch: torch.Size, q: Floats, v: Floats) -> tuple[Tensor, Tensor]:
         """Return rows of pairs and of states as tensors that share their memory."""
@@ -455,7 +452,7 @@ class CompiledStep:
         count = batch.numel()
         u, m, _ = self._empty(count, 0)
         bars = np.empty((wanted, count, terms.shape[2]))
-        self.run(world, batch, _LINEAR, terms, None, q, x, r, u, m, bars)
+        self.run(world, batch, kernels.solve_linear, terms, None, q, x, r, u, m, bars)
         return u, m, bars
 
     def _empty(self, count: int, columns: int) -> tuple[Floats, Floats, Floats]:
@@ -467,7 +464,7 @@ class CompiledStep:
         self,
         world: MDPArrays,
         batch: torch.Size,
-        entries: Sequence[Callable[..., None]],
+        kernel: Callable[..., None],
         terms: Floats,
         entropies: Bools | None,
         *arguments: Any,
@@ -475,7 +472,6 @@ class CompiledStep:
         """Run a kernel over all elements, in several threads if the batch is large enough.
 
         Args:
-            entries: the kernel for one MDP, and the one for an MDP for every element.
             entropies: the elements that are solved in logarithms; None if all or none of them are.
         """
         model, count = world.model, batch.numel()
@@ -485,7 +481,7 @@ class CompiledStep:
                 memory = free.pop()
             except IndexError:
                 memory = _memory(model, terms.shape[2], 0, None)
-            entries[0](model, self.kinds, terms, *arguments, _ONLY, 0, 1, *memory[:2], None)
+            kernel(model, self.kinds, terms, *arguments, _ONLY, 0, 1, *memory[:2], None)
             free.append(memory)
             return
         owners = world.owners(batch) if world.batch_shape else None
@@ -500,7 +496,7 @@ class CompiledStep:
             order = arrays.plain_order(count, lanes)
         else:
             order = arrays.order_of(entropies, lanes)
-        kernel, groups = entries[owners is not None], len(order) // (lanes or 1)
+        groups = len(order) // (lanes or 1)
         threads = 1 if count < _ALONE else min(torch.get_num_threads(), groups)
         free = self.free[way, lanes, type(model.next_state)]
 
@@ -532,25 +528,21 @@ class CompiledStep:
     # -- on the torch path -------------------------------------------------------------------------
 
     def replay(
-        self, mdp: LayeredMDP, q: Tensor, loss: Tensor, inputs: Sequence[Any]
+        self, mdp: LayeredMDP, q: Tensor, loss: Tensor, *inputs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return (q, v) in differentiable operations, starting from the solution q.
+        """Return (q, v) in differentiable operations of torch, starting from the solution q.
 
         Args:
             inputs: t and the parameters, followed by the probabilities if they are differentiated.
         """
-        setting, rank = self.setting(mdp, inputs), q.dim() - 2
-        given = (loss.expand_as(q), q.detach(), rank)
-        found = solve_setting(setting, self.options, *given, check=None)
-        return found.q, found.value
-
-    def setting(self, mdp: LayeredMDP, inputs: Sequence[Any]) -> Setting:
-        """Return psi_t over the MDP, with the inputs of `replay`."""
         count = 1 + len(self.slots)
         t, *parameters = (torch.as_tensor(x, dtype=torch.float64) for x in inputs[:count])
         differentiated = len(inputs) > count
         mdp = mdp.with_probabilities(*inputs[count:]) if differentiated else mdp
-        return Setting(mdp, self.evaluator, differentiated, t, tuple(parameters))
+        setting = Setting(mdp, self.evaluator, differentiated, t, tuple(parameters))
+        given = (loss.expand_as(q), q.detach(), q.dim() - 2)
+        found = solve_setting(setting, self.options, *given, check=None)
+        return found.q, found.value
 
 
 class CompiledSystem(NamedTuple):
@@ -621,8 +613,8 @@ class CompiledSweeps:
         force = np.zeros((1, 0)) if x is None else _flat(x, batch, 2)
         own = ((p, 2), (inverse, 2), (total, 1), (softest, 1))
         parts: Any = tuple(_flat(part, batch, dims) for part, dims in own)
-        out = (part.view(count, -1).numpy() for part in (v, within, du))
-        sweep_all(self.pairs[1], self.rows, parts, _flat(z, batch, 1), force, x is not None, *out)
+        out: Any = tuple(part.view(count, -1).numpy() for part in (v, within, du))
+        sweep_all(self.pairs[1], self.rows, parts, _flat(z, batch, 1), force, x is not None, out)
         return Swept(v, within, du)
 
 

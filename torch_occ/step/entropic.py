@@ -81,12 +81,11 @@ class Entropy(NamedTuple):
 
 def entropy_of(composition: Composition, values: Sequence[Tensor]) -> Entropy:
     """Return w and kappa of psi at values of t and its parameters."""
-    t, found = values[0], composition.weigh(values).terms
-    given = [torch.as_tensor(x, dtype=t.dtype, device=t.device) for x in found]
-    weights = [fit(x if x.dim() else x[None, None], 1) for x in given]
+    t, weights = values[0], composition.weigh(values).terms
     terms = zip(weights, composition.terms, strict=True)
-    pairs = [weight for weight, term in terms if term.argument == "pair"]
-    weight, price = sum(pairs[1:], pairs[0]), sum(weights[1:], weights[0])
+    sums = sum(weight for weight, term in terms if term.argument == "pair"), sum(weights)
+    given = [torch.as_tensor(x, dtype=t.dtype, device=t.device) for x in sums]
+    weight, price = (fit(x if x.dim() else x[None, None], 1) for x in given)
     return Entropy(weight, price if price.shape[-1] == 1 else 0 * price[..., :1])
 
 
@@ -105,14 +104,26 @@ def conserves(mdp: LayeredMDP) -> bool:
     return known[1]
 
 
-def plan_softly(
-    mdp: LayeredMDP, loss: Tensor, weight: Tensor, tolerance: float, centred: bool
-) -> Solution:
+class SoftPlan(NamedTuple):
+    """The solution of a step with kappa = 0."""
+
+    q: Tensor  # (*batch, S, A)
+    value: Tensor  # (*batch, S), v
+    visits: list[Tensor]  # u, layer by layer
+    scores: Tensor  # (*batch, S), y: v / w, or its difference from the first one of its layer
+
+    def errors(self) -> tuple[Tensor, Tensor]:
+        """Return the flow residual and the rounding error of y, which is that of log q."""
+        q, y = self.q.detach(), self.scores.detach()
+        eps = torch.finfo(q.dtype).eps
+        return _flow_error(q, join(self.visits, 1).detach()), eps * y.abs().amax(-1)
+
+
+def plan_softly(mdp: LayeredMDP, loss: Tensor, weight: Tensor, centred: bool = False) -> SoftPlan:
     """Solve the step with kappa = 0 by soft value iteration, in differentiable operations.
 
     Every layer takes a product and a logsumexp: y = log sum_a exp(P y - loss / w) with y = -v / w,
-    and P(w y) / w in place of P y if w depends on the state. The dual residual is the rounding
-    error of y.
+    and P(w y) / w in place of P y if w depends on the state.
 
     Args:
         centred: whether to subtract the first y of each layer from the others, so that sums along
@@ -143,17 +154,11 @@ def plan_softly(
         visits.append(layer.arrive(flows[-1]))
     flows.append(visits[-1].unsqueeze(-1) * policies[0])
     q, y = join(flows, 2), join(totals[::-1], 1)
-    scaled = (y / weight if varies else y).detach()
-    rounding = torch.finfo(y.dtype).eps * scaled.abs().amax(-1)
+    scores = y / weight if varies else y
     if centred:
         firsts = join([total.detach()[..., :1] for total in totals], 1)
         y = y + (firsts.cumsum(-1) - firsts).flip(-1).index_select(-1, mdp.layer)
-    flow = _flow_error(q.detach(), join(visits, 1).detach())
-    good = (flow <= tolerance) & (rounding <= tolerance)
-    one = torch.ones_like(flow)
-    status = torch.where(good, Status.CONVERGED, Status.STALLED).to(one)
-    certificate = torch.stack((status, one, 0 * one, flow, rounding), -1)
-    return Solution(q, -y if varies else -weight * y, certificate)
+    return SoftPlan(q, -y if varies else -weight * y, visits, scores)
 
 
 def _flow_error(q: Tensor, u: Tensor) -> Tensor:
@@ -280,6 +285,7 @@ def settle(
     older = guess
     last = not bool((price > weight).any())
     guess, solution = _iterate(mdp, shaped, Entropy(level, price), guess, options, last)
+    found, lower = guess, level
     for _ in range(STAGES):
         if last:
             break
@@ -300,7 +306,10 @@ def settle(
         else:
             ratio, last = ratio**0.5, False
     solution.certificate[..., 1] += steps
-    return guess, solution
+    # When the stages run out, the solution may belong to a larger w.
+    status, there = solution.certificate[..., 0], (lower <= weight)[..., 0]
+    solution.certificate[..., 0] = torch.where(there, status, float(Status.MAX_STEPS))
+    return found, solution
 
 
 #: How often w is lowered, if kappa > w, and the largest number of Newton steps each time.
@@ -418,13 +427,22 @@ class Entropic:
     def plan(self, *tensors: Tensor) -> Solution | None:
         """Solve with kappa = 0 without shaping; None if rounding errors matter."""
         loss, start, weight, _, t, *_ = tensors
-        self.validate(self.mdp, loss.detach(), start, weight.detach(), t.detach())
-        tolerance, eps = self.options.tolerance_in(loss.dtype), torch.finfo(loss.dtype).eps
-        loss = loss.expand(*broadcast(loss.shape[:-2], t.shape), *loss.shape[-2:])
-        solution = plan_softly(self.mdp, loss, weight, tolerance, self.centred)
+        mdp, eps = self.mdp, torch.finfo(loss.dtype).eps
+        tolerance = self.options.tolerance_in(loss.dtype)
         coarse = min(tolerance / 4, max(tolerance / 200, 50 * eps))
-        good = solution.converged & (solution.dual_residual <= coarse)
-        return solution if bool(good.all()) else None
+        # Numbers that are fine are recognized by their extremes, which takes less time.
+        (low, high), (small, large) = map(_range, (keep("pair", mdp, loss, 0.0), weight))
+        most = mdp.horizon * (max(-low, high) / small + math.log(mdp.num_actions)) if small else 0
+        fine = math.isfinite(most) and 0 < small <= large < math.inf and not self.probabilities
+        if not (fine and float(start.amin()) >= 0 and bool((t >= 1).all() and t.isfinite().all())):
+            self.validate(mdp, loss.detach(), start, weight.detach(), t.detach())
+        loss = loss.expand(*broadcast(loss.shape[:-2], t.shape), *loss.shape[-2:])
+        plan = plan_softly(mdp, loss, weight, self.centred and not eps * most <= coarse)
+        flow, rounding = plan.errors()
+        if not bool(((flow <= tolerance) & (rounding <= coarse)).all()):
+            return None
+        zero = torch.zeros_like(flow)
+        return Solution(*plan[:2], torch.stack((zero, zero + 1, zero, flow, rounding), -1))
 
     def solve(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return q, v, the certificate; g, and the gaps and potential of the shaped loss."""
@@ -440,11 +458,13 @@ class Entropic:
         guess = guess.expand_as(shaped.value)
         if self.closed:
             tolerance = self.options.tolerance_in(loss.dtype)
-            solution = plan_softly(mdp, shaped.gaps, entropy.weight, tolerance, False)
-            certificate = solution.certificate
-            dual = certificate[..., 4] + rounding_error(shaped, solution.q, entropy.weight)
-            good = (certificate[..., 3] <= tolerance) & (dual <= tolerance)
-            certificate[..., 0], certificate[..., 4] = torch.where(good, 0.0, 2.0), dual
+            plan = plan_softly(mdp, shaped.gaps, entropy.weight)
+            flow, rounding = plan.errors()
+            dual = rounding + rounding_error(shaped, plan.q, entropy.weight)
+            good = (flow <= tolerance) & (dual <= tolerance)
+            status = torch.where(good, Status.CONVERGED, Status.STALLED).to(flow)
+            marks = (status, torch.ones_like(flow), torch.zeros_like(flow), flow, dual)
+            solution = Solution(plan.q, plan.value, torch.stack(marks, -1))
         else:
             guess, solution = settle(mdp, shaped, entropy, guess, self.options)
         shift = shaped.value + potential(mdp, shaped.constants)
@@ -460,9 +480,8 @@ class Entropic:
         change = loss + flow_of(mdp).lookahead(shift)
         shaped = torch.where(mdp.actions, gaps + (change - change.detach()), 0.0)
         if self.closed:
-            tolerance = self.options.tolerance_in(loss.dtype)
-            found = plan_softly(mdp, shaped, weight, tolerance, False)
-            return found.q, found.value + shift
+            plan = plan_softly(mdp, shaped, weight)
+            return plan.q, plan.value + shift
         entropy = Entropy(weight, price)
         at = unfold(mdp, shaped, entropy, guess, self.centred)
         solve = invert_jacobian(mdp, entropy, at)
@@ -494,6 +513,11 @@ class Entropic:
         return poison(
             outputs, push_forward(lambda *given: self._replay(outputs, given), moving, dots)
         )
+
+
+def _range(x: Tensor) -> tuple[float, float]:
+    least, most = torch.aminmax(x.detach()) if x.numel() else (0.0, 0.0)
+    return float(least), float(most)
 
 
 def poison(outputs: Sequence[Tensor], z: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

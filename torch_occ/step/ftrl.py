@@ -165,8 +165,8 @@ class FTRLStep(Frozen):
         """Solve the step and certify the solution.
 
         Args:
-            cumulative_loss: `(*batch, S, A)`. Values on masked pairs are ignored. Numbers of lower
-                precision than the MDP's are converted, and their gradients converted back.
+            cumulative_loss: `(*batch, S, A)`. Values on masked pairs are ignored. Numbers of
+                another precision than the MDP's are converted, and their gradients converted back.
             t: the episode, at least 1: a number, or a tensor that broadcasts against `batch`. It
                 may be left out if no schedule in the regularizer depends on it.
             warm_start: an occupancy measure to start from, positive on every pair; for example the
@@ -194,11 +194,13 @@ class FTRLStep(Frozen):
         t = self.episode(t) if t is None else t
         budgets = self.constraints if constraints is None else constraints
         if torch.compiler.is_compiling():
-            given = {"mdp": mdp, "constraints": budgets, "multipliers": multipliers}
             cumulative_loss = graph.promote(cumulative_loss, self.mdp)
-            return graph.solve_in_graph(self, cumulative_loss, t, warm_start, check, given)
+            given = (warm_start, mdp, check, budgets, multipliers)
+            return graph.solve_in_graph(self, cumulative_loss, t, *given)
         autocast = False
-        if getattr(cumulative_loss, "dtype", None) is not torch.float64:
+        if getattr(cumulative_loss, "dtype", None) is not self.mdp.dtype or (
+            self.mdp.dtype is not torch.float64
+        ):
             cumulative_loss = graph.promote(cumulative_loss, self.mdp)
             autocast = graph.autocasts(cumulative_loss)
         if autocast or torch.is_inference_mode_enabled():
@@ -209,18 +211,8 @@ class FTRLStep(Frozen):
                 warm_start,
                 multipliers,
             )
-        if budgets is not None:
-            _check_kind(budgets)
-            if warm_start is not None and self.in_logs:
-                # A q that underflowed is no start for the search; the interior point is.
-                empty = ((warm_start == 0) & self.mdp.actions).any(-1).any(-1)
-                warm_start = torch.where(over(empty, 2), self.interior, warm_start)
-            prepared = self._prepare(cumulative_loss, t, warm_start, mdp, None)
-            engine = self._compiled if mdp is None and not prepared[0].probabilities else None
-            return solve_with_budgets(
-                self, engine, prepared, -cumulative_loss, budgets, multipliers, check
-            )
-        return self.solve_at(None, cumulative_loss, t, warm_start, mdp, check)
+        given = (warm_start, mdp, check, budgets, multipliers)
+        return self.solve_at(None, cumulative_loss, t, *given)
 
     def episode(self, t: Tensor | float | None) -> Tensor | float:
         """Return t, or 1 if t is None and nothing depends on it.
@@ -243,8 +235,21 @@ class FTRLStep(Frozen):
         warm_start: Tensor | None,
         mdp: LayeredMDP | None = None,
         check: bool = True,
+        budgets: Budgets | None = None,
+        multipliers: Tensor | None = None,
     ) -> Solution:
-        """Solve the step without budgets, at these parameters of `Evaluator` or its own."""
+        """Solve the step at these parameters of `Evaluator` or its own."""
+        if budgets is not None:
+            _check_kind(budgets)
+            if warm_start is not None and self.in_logs:
+                # A q that underflowed is no start for the search; the interior point is.
+                empty = ((warm_start == 0) & self.mdp.actions).any(-1).any(-1)
+                warm_start = torch.where(over(empty, 2), self.interior, warm_start)
+            prepared = self._prepare(cumulative_loss, t, warm_start, mdp, parameters)
+            engine = self._compiled if mdp is None and not prepared[0].probabilities else None
+            return solve_with_budgets(
+                self, engine, prepared, -cumulative_loss, budgets, multipliers, check
+            )
         given = (cumulative_loss, t, warm_start, mdp, parameters)
         if inside_transform():  # there, control flow cannot depend on the result
             return self._solve_in_torch(*given, check=check)
@@ -269,6 +274,10 @@ class FTRLStep(Frozen):
             solution = solution.merge(again, again.converged & ~solution.converged)
         report(check, solution)
         return solution
+
+    def pull_back(self, *given: Any) -> list[Tensor] | None:
+        """Return `CompiledStep.pull_back`, if it can be computed."""
+        return None if self._compiled is None else self._compiled.pull_back(*given)
 
     def _solve_in_torch(self, loss: Tensor, *given: Any, check: bool) -> Solution:
         setting, start, rank = self._prepare(loss, *given)

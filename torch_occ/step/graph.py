@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -11,27 +11,25 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.fingerprints import fingerprints
-from torch_occ._support.private import outside_graphs, with_autograd
+from torch_occ._support.private import outside_graphs, refuse_compiled_derivatives, with_autograd
 from torch_occ.mdp.checks import as_tensor
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.step.solution import Solution
+from torch_occ.step.solution import Budgets, Solution
 
 if TYPE_CHECKING:
     from torch_occ.step.ftrl import FTRLStep
 
 
 def promote(loss: Tensor, mdp: LayeredMDP) -> Tensor:
-    """Convert a loss of lower precision, from a float32 network for example, to that of the MDP.
+    """Convert a loss, from a float32 network for example, to the number type of the MDP.
 
-    Autograd converts its gradient back. Other tensors are returned as they are.
+    Autograd converts its gradient back. Other objects are returned as they are.
     """
     dtype = mdp.dtype
     if getattr(loss, "dtype", dtype) is dtype:  # isinstance would cost a microsecond
         return loss
     loss = as_tensor(loss)
-    if not isinstance(loss, Tensor) or not loss.is_floating_point():
-        return loss
-    return loss.to(dtype) if loss.dtype.itemsize < dtype.itemsize else loss
+    return loss.to(dtype) if isinstance(loss, Tensor) and loss.is_floating_point() else loss
 
 
 def autocasts(loss: Tensor) -> bool:
@@ -72,8 +70,9 @@ def solve_plainly(
 # `torch_occ::pull_back_step`, its derivative. Both run the step as usual. A graph holds tensors and
 # names but no modules, so it refers to the step by its name in a table of this process.
 #
-# The derivative solves the step again, from the solution that it is given; this takes one or two
-# iterations. Outside of torch.compile the operators are not used.
+# With the engine, the derivative needs no second solve. In torch, and with budgets, it solves the
+# step again from the solution that it is given; this takes one or two iterations. Outside of
+# torch.compile the operators are not used.
 
 
 _steps: WeakValueDictionary[str, FTRLStep] = WeakValueDictionary()
@@ -103,42 +102,42 @@ def solve_in_graph(
     loss: Tensor,
     t: Tensor | float,
     warm_start: Tensor | None,
+    mdp: LayeredMDP | None,
     check: bool,
-    given: Mapping[str, Any],
+    budgets: Budgets | None,
+    multipliers: Tensor | None,
 ) -> Solution:
     """Solve a step inside a graph that is being recorded.
 
-    Args:
-        given: other arguments of `FTRLStep.solve`. A step with one of them that is not None cannot
-            be part of a graph. torch.compile then divides the graph there.
+    With `mdp` or without `check` it cannot be part of a graph. torch.compile then divides the
+    graph there.
 
     Raises:
         NotImplementedError: if the graph cannot be divided, in torch.export.
     """
-    reason = _why_not(step, check, given)
-    if reason is None:
-        t = torch.as_tensor(t, dtype=step.mdp.dtype, device=step.mdp.device)
-        parameters = list(step.evaluator.parameters(t))
-        found = solve_step(step.name_in_graphs, loss, t, warm_start, parameters)
-        return Solution(found[0], found[1], found[2], step.expected_backend)
-    if not torch.compiler.is_dynamo_compiling():
-        raise NotImplementedError(f"torch.export: {reason}")
-    return _solve_outside(step, loss, t, warm_start, check, given)
-
-
-def _why_not(step: FTRLStep, check: bool, given: Mapping[str, Any]) -> str | None:
-    """Return the reason why a step cannot be an operator in a graph, or None if it can."""
-    for name, value in given.items():
-        if value is not None:
-            return f"a step with {name} is not an operator of a graph; call it without compiling"
-    if not check:
-        return "a step with check=False is not an operator of a graph; call it without compiling"
-    if any(p.requires_grad for p in step.mdp.probabilities):
-        return (
+    refuse_compiled_derivatives()
+    reason = None
+    if mdp is not None or not check:
+        name = "check=False" if mdp is None else "mdp"
+        reason = f"a step with {name} is not an operator of a graph; call it without compiling"
+    elif any(p.requires_grad for p in step.mdp.probabilities):
+        reason = (
             "a step whose MDP requires gradients is not an operator of a graph; detach the "
             "probabilities, or call it without compiling"
         )
-    return None
+    if reason is None:
+        t = torch.as_tensor(t, dtype=step.mdp.dtype, device=step.mdp.device)
+        parameters = list(step.evaluator.parameters(t))
+        given = [] if budgets is None else [budgets.costs, budgets.limits]
+        given += [] if multipliers is None else [multipliers]
+        found = solve_step(step.name_in_graphs, loss, t, warm_start, parameters, given)
+        q, v, certificate, *rest = found
+        prices, slack = rest if budgets is not None else (None, None)
+        compiled = step.expected_backend == "engine"
+        return Solution(q, v, certificate, compiled, prices, slack)
+    if not torch.compiler.is_dynamo_compiling():
+        raise NotImplementedError(f"torch.export: {reason}")
+    return _solve_outside(step, loss, t, warm_start, mdp, check, budgets, multipliers)
 
 
 @outside_graphs
@@ -147,14 +146,24 @@ def _solve_outside(
     loss: Tensor,
     t: Tensor | float,
     warm_start: Tensor | None,
+    mdp: LayeredMDP | None,
     check: bool,
-    given: Mapping[str, Any],
+    constraints: Budgets | None,
+    multipliers: Tensor | None,
 ) -> Solution:
     """Solve a step between two graphs, as without torch.compile."""
-    return step.solve(loss, t, warm_start=warm_start, check=check, **given)
+    return step.solve(
+        loss,
+        t,
+        warm_start=warm_start,
+        mdp=mdp,
+        check=check,
+        constraints=constraints,
+        multipliers=multipliers,
+    )
 
 
-def _step_of(name: str) -> FTRLStep:
+def step_of(name: str) -> FTRLStep:
     """Return the step of this name; in another process, one that solves the same."""
     step = _steps.get(name)
     if step is not None:
@@ -170,84 +179,125 @@ def _step_of(name: str) -> FTRLStep:
     )
 
 
+Tensors = Sequence[Tensor]
+
+
+def _solve(
+    name: str, loss: Tensor, t: Tensor, start: Tensor | None, parameters: Tensors, budgets: Tensors
+) -> Solution:
+    """Solve a step at these parameters; `budgets` are costs, limits, and a start of multipliers."""
+    given: Sequence[Any] = (Budgets(*budgets[:2]), *budgets[2:]) if budgets else ()
+    return step_of(name).solve_at(parameters, loss, t, start, None, True, *given)
+
+
 @torch.library.custom_op(
     "torch_occ::solve_step",
     mutates_args=(),
-    schema="(str name, Tensor loss, Tensor t, Tensor? start, Tensor[] parameters)"
-    " -> (Tensor, Tensor, Tensor)",
+    schema="(str name, Tensor loss, Tensor t, Tensor? start, Tensor[] parameters, Tensor[] budgets)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def solve_step(
-    name: str, loss: Tensor, t: Tensor, start: Tensor | None, parameters: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, v and the certificate of a step."""
+    name: str, loss: Tensor, t: Tensor, start: Tensor | None, parameters: Tensors, budgets: Tensors
+) -> tuple[Tensor, ...]:
+    """Return q, v, the certificate, and multipliers and slack of the budgets."""
     with with_autograd(), torch.no_grad():
-        found = _step_of(name).solve_at(parameters, loss, t, start)
-    return found.q, found.value, found.certificate
+        found = _solve(name, loss, t, start, parameters, budgets)
+    none = found.q[..., 0, :0]
+    rest = [none if x is None else x for x in (found.multipliers, found.slack)]
+    # An operator must not return one tensor twice, nor views.
+    return found.q, *(x.contiguous() for x in (found.value, found.certificate)), *map(_copy, rest)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 @solve_step.register_fake
 def _(
-    name: str, loss: Tensor, t: Tensor, start: Tensor | None, parameters: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    step = _step_of(name)
+    name: str, loss: Tensor, t: Tensor, start: Tensor | None, parameters: Tensors, budgets: Tensors
+) -> tuple[Tensor, ...]:
+    step = step_of(name)
     shapes = [loss.shape[:-2], t.shape, step.mdp.batch_shape]
     shapes += step.evaluator.batch_shapes(parameters).values()
-    if start is not None:
-        shapes.append(start.shape[:-2])
+    shapes += [] if start is None else [start.shape[:-2]]
+    shapes += [x.shape[:-dims] for x, dims in zip(budgets, (3, 1, 1), strict=False)]
     batch = torch.broadcast_shapes(*shapes)
     q = loss.new_empty(*batch, *loss.shape[-2:], dtype=step.mdp.dtype)
-    return q, q.new_empty(*batch, loss.shape[-2]), q.new_empty(*batch, 5)
+    m = budgets[1].shape[-1] if budgets else 0
+    return q, *(q.new_empty(*batch, size) for size in (loss.shape[-2], 5, m, m))
 
 
 @torch.library.custom_op(
     "torch_occ::pull_back_step",
     mutates_args=(),
-    schema="(str name, Tensor q_bar, Tensor v_bar, Tensor q, Tensor loss, Tensor t, "
-    "Tensor[] parameters) -> Tensor[]",
+    schema="(str name, Tensor[] bars, Tensor[] found, Tensor loss, Tensor t, Tensor[] parameters, "
+    "Tensor[] budgets, bool more) -> Tensor[]",
 )
 def pull_back_step(
     name: str,
-    q_bar: Tensor,
-    v_bar: Tensor,
-    q: Tensor,
+    bars: Tensors,
+    found: Tensors,
     loss: Tensor,
     t: Tensor,
-    parameters: Sequence[Tensor],
+    parameters: Tensors,
+    budgets: Tensors,
+    more: bool,
 ) -> list[Tensor]:
-    """Return the derivatives in the loss, t and the parameters."""
-    with with_autograd(), torch.enable_grad():
-        loss, t, *given = (x.detach().requires_grad_() for x in (loss, t, *parameters))
-        found = _step_of(name).solve_at(given, loss, t, q)
-        grads = torch.autograd.grad(
-            (found.q, found.value), (loss, t, *given), (q_bar, v_bar), materialize_grads=True
-        )
-    # An operator must not return one tensor twice, nor a view of an input.
-    return [x.clone() for x in grads]
+    """Return the derivative in the loss; with `more`, also in t, the parameters and the budgets."""
+    step = step_of(name)
+    with with_autograd():
+        if not budgets and (bar := step.pull_back(parameters, loss, t, found, bars, more)):
+            return bar
+        with torch.enable_grad():
+            loss, t = (x.detach().requires_grad_(i == 0 or more) for i, x in enumerate((loss, t)))
+            given, limits = (
+                [x.detach().requires_grad_(more) for x in part]
+                for part in (parameters, budgets[:2])
+            )
+            start = [*limits, found[3].detach()] if budgets else []
+            again = _solve(name, loss, t, found[0].detach(), given, start)
+            outputs = (again.q, again.value, again.multipliers, again.slack)
+            solved = [x for x in outputs if x is not None]
+            moving = [loss, *((t, *given, *limits) if more else ())]
+            grads = torch.autograd.grad(solved, moving, bars[: len(solved)], materialize_grads=True)
+    return list(map(_copy, grads))
 
 
 @pull_back_step.register_fake
 def _(
     name: str,
-    q_bar: Tensor,
-    v_bar: Tensor,
-    q: Tensor,
+    bars: Tensors,
+    found: Tensors,
     loss: Tensor,
     t: Tensor,
-    parameters: Sequence[Tensor],
+    parameters: Tensors,
+    budgets: Tensors,
+    more: bool,
 ) -> list[Tensor]:
-    return [torch.empty_like(x) for x in (loss, t, *parameters)]
+    moving = (loss, *((t, *parameters, *budgets[:2]) if more else ()))
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in moving]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.name, loss, t, _, parameters = inputs
+    ctx.name, loss, t, _, parameters, budgets = inputs
     ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(output[0], loss, t, *parameters)
+    ctx.count = len(parameters)
+    ctx.save_for_backward(*output[:4], loss, t, *parameters, *budgets)
 
 
-def _pull_back(ctx: Any, q_bar: Tensor, v_bar: Tensor, _: Any) -> tuple[Any, ...]:
-    q, loss, t, *parameters = ctx.saved_tensors
-    loss_bar, t_bar, *bars = pull_back_step(ctx.name, q_bar, v_bar, q, loss, t, parameters)
-    return None, loss_bar, t_bar, None, bars
+def _pull_back(ctx: Any, *bars: Tensor) -> tuple[Any, ...]:
+    found, (loss, t, *rest) = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+    given = (rest[: ctx.count], rest[ctx.count :])
+    _, _, by_t, _, *needed = ctx.needs_input_grad
+    more = by_t or any(map(any, needed))
+    loss_bar, *others = pull_back_step(
+        ctx.name, [*bars[:2], *bars[3:]], list(found), loss, t, *given, more
+    )
+    if not more:
+        return None, loss_bar, None, None, [None] * ctx.count, [None] * len(given[1])
+    last = 1 + ctx.count
+    limits = others[last:] + [None] * (len(given[1]) - 2 if given[1] else 0)
+    return None, loss_bar, others[0], None, others[1:last], limits
 
 
 solve_step.register_autograd(_pull_back, setup_context=_save)
@@ -261,13 +311,14 @@ def _(
     loss: Tensor,
     t: Tensor,
     start: Tensor | None,
-    parameters: Sequence[Tensor],
+    parameters: Tensors,
+    budgets: Tensors,
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    _, loss_dim, t_dim, start_dim, parameter_dims = in_dims
-    if any(dim is not None for dim in parameter_dims):
+    _, loss_dim, t_dim, start_dim, *dims = in_dims
+    if any(dim is not None for part in dims for dim in part) or budgets:
         raise NotImplementedError(
-            "torch.compile: a vmap over the parameters of a regularizer cannot be compiled; give "
-            "the parameters a batch shape instead, or do not compile it"
+            "torch.compile: a vmap over the parameters of a regularizer or with budgets cannot be "
+            "compiled; give them a batch shape instead, or do not compile it"
         )
     rank = max(
         x.dim() - events - (dim is not None)
@@ -282,5 +333,5 @@ def _(
 
     loss = front(loss, loss_dim, 2).expand(info.batch_size, *(-1,) * (rank + 2))
     start = None if start is None else front(start, start_dim, 2)
-    found = solve_step(name, loss, front(t, t_dim, 0), start, parameters)
-    return found, (0, 0, 0)
+    found = solve_step(name, loss, front(t, t_dim, 0), start, parameters, budgets)
+    return found, (0,) * 5

@@ -348,8 +348,7 @@ def solve_setting(
 class Linearization:
     """First and second derivatives of a step at its solution q.
 
-    `dense` and `bend` are for MDPs of at most a few hundred pairs, `apply` and `bend_along` for
-    all.
+    `dense` and `bend` are for MDPs of at most a few hundred pairs, `apply` is for all.
 
     Args:
         q: a solution of the step, `(*batch, S, A)`.
@@ -395,26 +394,6 @@ class Linearization:
         total = torch.zeros_like(u[..., 0, 0])
         for name, third in self._third_derivatives(bound).items():
             moment = third * change(name, self.mdp, u) * self._variance(name, G)
-            total = total + moment.sum(-1 if name == "state" else (-2, -1))
-        return total
-
-    def bend_along(self, u: Tensor, y: Tensor) -> Tensor:
-        """Return D3psi[u](y y') for vectors y `(*more, *batch, S, A)`, without matrices.
-
-        Returns:
-            `(*more, *batch)`.
-        """
-        bound = self._bound()
-        total = torch.zeros_like(y[..., 0, 0])
-        if bound.evaluator.regularizer.levels != {SeparableRegularizer}:
-            q = self.q.expand(y.shape)
-
-            def form(q: Tensor) -> Tensor:
-                return (bound.hessian_product(q, y) * y).sum()
-
-            return total + (torch.func.grad(form)(q) * u).sum((-2, -1))
-        for name, third in self._third_derivatives(bound).items():
-            moment = third * change(name, self.mdp, u) * change(name, self.mdp, y).square()
             total = total + moment.sum(-1 if name == "state" else (-2, -1))
         return total
 

@@ -87,11 +87,10 @@ def why_not_world(mdp: LayeredMDP) -> str | None:
 def prefers_rows(mdp: LayeredMDP) -> bool:
     """Return whether the engine uses sparse transitions and conjugate gradients.
 
-    The alternative is dense transitions and a factorization of every layer (torch_occ.engine.sparse
-    and torch_occ.engine.dense). Sparse transitions stay sparse.
-    For dense ones, a model predicts both times in nanoseconds per Newton step. It was fitted to
-    measurements from (3,3,3) to layers of 60 states. Where the times are close, the factorization
-    is used.
+    The alternative is dense transitions and a factorization of every layer. Sparse transitions stay
+    sparse. For dense ones, a model predicts both times in nanoseconds per Newton step. It was
+    fitted to measurements from (3,3,3) to layers of 60 states. Where the times are close, the
+    factorization is used.
     """
     if mdp.is_sparse:
         return True

@@ -3,12 +3,11 @@
 Lemmas and the equations of their proofs return both sides as a `Statement`. Of the theorems and
 corollaries, which hold up to constants, there are the coefficients, the explicit right-hand sides
 and one summand. docs/theory.md lists what there is for each label of the paper, and
-experiments/theory.py evaluates all statements on random data.
+experiments/statements.py evaluates all of them on random data.
 
 statements    what a statement is, and the parameters of the paper
 curvatures    phi_H, phi_L, the Hessian and its inverse        lem:def_M, lem:M_inverse
-penalty       phi_H(q_opt) - phi_H(q) and its bounds           lem:key_lemma_bound_penalty
-stability     norm of the loss estimate and its bounds         lem:key_lemma_bound_stability
+terms         the penalty, the stability, and their bounds     lem:key_lemma_bound_penalty
 bounds        conditions, constants, bounds, parameters        thm:main_general
 runs          the regret of a run as penalty and stability     lem:key_lemma_ftrl
 certificates  the terms of the regret bounds, evaluated during a run
@@ -21,7 +20,6 @@ import typing as _typing
 import warnings as _warnings
 
 # The order is that of the table above: a module imports only from those before it.
-
 from torch_occ.theory.statements import Statement as Statement
 from torch_occ.theory.statements import Parameters as Parameters
 
@@ -32,33 +30,31 @@ from torch_occ.theory.curvatures import hessian as hessian
 from torch_occ.theory.curvatures import hessian_of_step as hessian_of_step
 from torch_occ.theory.curvatures import quadratic_form as quadratic_form
 from torch_occ.theory.curvatures import bregman as bregman
-
-# Its inverse
 from torch_occ.theory.curvatures import inverse_hessian as inverse_hessian
 
 # Penalty
-from torch_occ.theory.penalty import bound_on_penalty as bound_on_penalty
-from torch_occ.theory.penalty import convex_combine as convex_combine
-from torch_occ.theory.penalty import induction as induction
-from torch_occ.theory.penalty import induction_equality as induction_equality
-from torch_occ.theory.penalty import penalty_bound as penalty_bound
-from torch_occ.theory.penalty import penalty_decomposition as penalty_decomposition
-from torch_occ.theory.penalty import penalty_term_1 as penalty_term_1
-from torch_occ.theory.penalty import reach as reach
-from torch_occ.theory.penalty import sqrt_diff as sqrt_diff
-from torch_occ.theory.penalty import sqrt_diff_2 as sqrt_diff_2
-from torch_occ.theory.penalty import state_reach_probability as state_reach_probability
+from torch_occ.theory.terms import bound_on_penalty as bound_on_penalty
+from torch_occ.theory.terms import convex_combine as convex_combine
+from torch_occ.theory.terms import induction as induction
+from torch_occ.theory.terms import induction_equality as induction_equality
+from torch_occ.theory.terms import penalty_bound as penalty_bound
+from torch_occ.theory.terms import penalty_decomposition as penalty_decomposition
+from torch_occ.theory.terms import penalty_term_1 as penalty_term_1
+from torch_occ.theory.terms import reach as reach
+from torch_occ.theory.terms import sqrt_diff as sqrt_diff
+from torch_occ.theory.terms import sqrt_diff_2 as sqrt_diff_2
+from torch_occ.theory.terms import state_reach_probability as state_reach_probability
 
 # Stability
-from torch_occ.theory.stability import H_and_N as H_and_N
-from torch_occ.theory.stability import N_properties as N_properties
-from torch_occ.theory.stability import bound_on_stability as bound_on_stability
-from torch_occ.theory.stability import expected_norm as expected_norm
-from torch_occ.theory.stability import layer_recursion as layer_recursion
-from torch_occ.theory.stability import norm as norm
-from torch_occ.theory.stability import stability_bound as stability_bound
-from torch_occ.theory.stability import stability_first_step as stability_first_step
-from torch_occ.theory.stability import stability_second_step as stability_second_step
+from torch_occ.theory.terms import H_and_N as H_and_N
+from torch_occ.theory.terms import N_properties as N_properties
+from torch_occ.theory.terms import bound_on_stability as bound_on_stability
+from torch_occ.theory.terms import expected_norm as expected_norm
+from torch_occ.theory.terms import layer_recursion as layer_recursion
+from torch_occ.theory.terms import norm as norm
+from torch_occ.theory.terms import stability_bound as stability_bound
+from torch_occ.theory.terms import stability_first_step as stability_first_step
+from torch_occ.theory.terms import stability_second_step as stability_second_step
 
 # Conditions, constants, bounds
 from torch_occ.theory.bounds import corruption as corruption
@@ -91,16 +87,13 @@ from torch_occ.theory import shifted as _shifted  # noqa: F401, it is occ.theory
 
 #: Where names of version 0.2 are now. They still work here, with a warning, until version 0.4.
 _MOVED = {
-    "curvatures": (
-        "Curvature M M_inverse N_diagonal W curvature hybrid_alternative "
-        "both_definitions hessian_by_layers inverse_by_layers quadratic_form_of_hessian tangent"
-    ),
-    "stability": (
-        "first_step_bound quadratic_form_diagonal second_step_bound worst_case_stability"
+    "curvatures": ("Curvature M_inverse N_diagonal W curvature hybrid_alternative"),
+    "terms": (
+        "first_step_bound outside quadratic_form_diagonal second_step_bound state_regularizer "
+        "worst_case_stability"
     ),
     "bounds": "Coefficients Summands Tuning proof_constants summands tuning_objective",
     "runs": "Trajectory comparator_point",
-    "penalty": "outside state_regularizer",
 }
 
 #: Names that were removed, and what to use instead.
@@ -113,7 +106,10 @@ _GONE = {
     "adversarial stochastic": "theory.adversarial_bound and stochastic_bound have all constants",
     "ProofConstants": "theory.bounds.proof_constants returns a tuple",
     "harmonic printed_tuning_order summand worst_case_coefficient": "docs/theory.md has errata",
-    "survey": "experiments/theory.py has it",
+    (
+        "survey M both_definitions hessian_by_layers inverse_by_layers quadratic_form_of_hessian "
+        "tangent"
+    ): "experiments/statements.py has it",
 }
 
 if not _typing.TYPE_CHECKING:  # a type checker would take every name for one that exists

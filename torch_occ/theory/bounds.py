@@ -8,12 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.game.history import self_bounding
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, optimal_policy
-from torch_occ.theory.penalty import outside, penalty_bound
-from torch_occ.theory.stability import stability_bound
 from torch_occ.theory.statements import Parameters, Statement, equality, statement
+from torch_occ.theory.terms import outside, penalty_bound, stability_bound
 
 # -- Gaps, corruption and the self-bounding condition (`sec:preliminaries_self_bounding`) ----------
 
@@ -54,10 +52,9 @@ def self_bounding_condition(
 
     `occupancies` is sum_t q_t `(*batch, S, A)`, as in `History.cumulative_occupancy`.
     """
-    # That function has the regret on the left.
-    right, left = self_bounding(regret, occupancies, gap, mapping, corruption)
+    left = outside(occupancies * gap, mapping) - corruption
     pairs, scale = math.prod(occupancies.shape[-2:]), occupancies.sum((-2, -1)) + regret.abs()
-    return statement("eq:self_bounding_constraint", left, right, pairs, scale)
+    return statement("eq:self_bounding_constraint", left, regret, pairs, scale)
 
 
 def opt_implicit_bound(
@@ -120,10 +117,7 @@ def main_general(mdp: LayeredMDP, parameters: Parameters) -> Coefficients:
 
 
 def main(mdp: LayeredMDP) -> tuple[float, float]:
-    """B = L^(5/2) + L sqrt(A) and D = sqrt(L |S| |A|), the coefficients of `thm:main`, `eq:main`.
-
-    `explicit` has them with all constants, and `theorem_summand` one summand of the bound.
-    """
+    """B = L^(5/2) + L sqrt(A) and D = sqrt(L |S| |A|), coefficients of `thm:main`, `eq:main`."""
     L, pairs = mdp.horizon, mdp.num_pairs
     return L**2.5 + L * math.sqrt(mdp.num_actions), math.sqrt(L * pairs)
 
@@ -158,12 +152,13 @@ def lower_order(mdp: LayeredMDP, parameters: Parameters, episodes: Tensor) -> Te
 
 
 class Summands(NamedTuple):
-    """J_1(t), J_2(t) and J_3(t) of the proof of `thm:main_general`, `(*batch,)` each."""
+    """J_1(t), J_2(t) and J_3(t) of the proof of `thm:main_general`, `(*batch,)` each.
+
+    J_2 is the summand of `eq:main_goal` and, for one state, of `eq:mab_main_result`.
+    """
 
     J1: Tensor  # 1 / sqrt(t)
-    # sum_s sum_{a != pi(s)} sqrt(q_t(s,a) / t), the summand of eq:main_goal and, for one state, of
-    # eq:mab_main_result
-    J2: Tensor
+    J2: Tensor  # sum_s sum_{a != pi(s)} sqrt(q_t(s,a) / t)
     J3: Tensor  # sqrt( sum_s sum_{a != pi(s)} (q_t(s,a) + q_opt(s,a)) / t )
 
 
@@ -239,16 +234,11 @@ def stochastic_bound(
 #
 # If every gap is Delta_min and C = 0, the bound is, up to constants, log T / Delta_min times
 #
-#     f(alpha, gamma) = ( a / gamma + gamma b )^2 |S| |A| + ( (1 + alpha A) sqrt(|S| L) / gamma )^2,
-#     a = 1 + alpha,    b = L^2 ( sqrt(L) + 1/(alpha L) ).
+#     f(alpha, gamma) = |S| |A| X^2 + Y^2 = |S| |A| ( (a^2 + c^2) / gamma^2 + 2 a b + gamma^2 b^2 ),
 #
-# For a given alpha the best gamma is known. With c^2 = (1 + alpha A)^2 |S| L / (|S||A|),
-#
-#     f / (|S||A|) = (a^2 + c^2) / gamma^2 + 2 a b + gamma^2 b^2
-#
-# has its minimum 2 b (a + sqrt(a^2 + c^2)) at gamma^2 = sqrt(a^2 + c^2) / b. These are generalized
-# posynomials, so the logarithm of the minimum is convex in log alpha. Bisection on its derivative
-# finds the best alpha to the last bit.
+# a = 1 + alpha, b = L^2 ( sqrt(L) + 1/(alpha L) ), c^2 = (1 + alpha A)^2 |S| L / (|S||A|). Its
+# minimum over gamma is |S| |A| 2 b (a + sqrt(a^2 + c^2)), at gamma^2 = sqrt(a^2 + c^2) / b. This is
+# a generalized posynomial, so its logarithm is convex in log alpha, and bisection finds the best.
 
 
 class Tuning(NamedTuple):

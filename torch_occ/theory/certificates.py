@@ -19,10 +19,9 @@ from torch_occ.mdp.occupancy import occupancy, optimal_policy
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.theory.bounds import adversarial_bound, lower_order
 from torch_occ.theory.curvatures import M_inverse, N_diagonal, all_N, curvature, hybrid
-from torch_occ.theory.penalty import penalty_bound
 from torch_occ.theory.runs import tilde
-from torch_occ.theory.stability import norm_of_moments, stability_bound, weighed
 from torch_occ.theory.statements import Parameters
+from torch_occ.theory.terms import norm_of_moments, penalty_bound, stability_bound, weighed
 
 if TYPE_CHECKING:
     from torch_occ.game.history import History
@@ -34,14 +33,9 @@ if TYPE_CHECKING:
 # Numbers at one episode (`..._now`, smoothness, closed-form bounds) are exact. Sums over all
 # episodes so far have exact weights 1/eta_t - 1/eta_{t-1} and 8 eta_t; what depends on q_t is taken
 # to be linear in log t between two checkpoints, and constant before the first.
-#
-# A name without suffix uses the best policy of each seed for its own losses: the mean over seeds
-# estimates E max. `_shared` uses one policy for all seeds, the best for their mean: max E, the
-# regret of the paper. Against an adaptive adversary the two differ, and the bounds are proved for
-# the shared comparator only. docs/theory.md says how to read them.
 
-
-#: Curves that exist a second time, with the suffix `_shared`.
+#: Curves that exist a second time, with the suffix `_shared`: against one policy for all seeds, the
+#: best for their mean, in place of the best one of each seed. docs/theory.md has the difference.
 _SHARED = ("regret", "penalty", "penalty_bound", "stability_bound", "bound_terms", "bound_lemmas")
 
 

@@ -15,13 +15,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from torch_occ.mdp import occupancy as measures
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_of
 from torch_occ.regularizers.terms import keep, marginal
-from torch_occ.theory.statements import Parameters, Statement, equality
+from torch_occ.theory.statements import Parameters
 
 
 def hybrid(mdp: LayeredMDP, q: Tensor, alpha: float) -> Tensor:
@@ -231,6 +230,11 @@ def P(mdp: LayeredMDP, k: int) -> Tensor:
     return to_states * mdp.actions[mdp.layer_slices[k]].flatten()
 
 
+def scale(matrix: Tensor, root: Tensor) -> Tensor:
+    """Rows and columns times `root`."""
+    return root.unsqueeze(-1) * matrix * root.unsqueeze(-2)
+
+
 def W(mdp: LayeredMDP, curve: Curvature, k: int, before: Tensor) -> Tensor:
     """W_k = ( C_k^-1 + D_k^-1 + P~_k' M_{k-1}^-1 P~_k )^-1 of `lem:M_inverse`, for k >= 1.
 
@@ -242,27 +246,9 @@ def W(mdp: LayeredMDP, curve: Curvature, k: int, before: Tensor) -> Tensor:
     step, root = P(mdp, k), both.rsqrt()
     inside = torch.diag_embed(both) + step.mT @ before @ step
     # Unit diagonal first: the entries span many orders of magnitude.
-    factor = torch.linalg.cholesky(_scale(inside, root))
+    factor = torch.linalg.cholesky(scale(inside, root))
     scaling = root.unsqueeze(-1) * root.unsqueeze(-2)
     return torch.cholesky_inverse(factor) * torch.where(exists.unsqueeze(-1) & exists, scaling, 0.0)
-
-
-def M(mdp: LayeredMDP, curve: Curvature, k: int) -> Tensor:
-    """M_k of `lem:def_M`, `eq:def_M`; `(*batch, U_{0:k}, U_{0:k})`."""
-    if not bool(mdp.actions.all()) or mdp.num_actions == 1:
-        raise ValueError("mdp: M_k is finite only if every state has all of at least two actions")
-    c, d = (1 / part for part in curve)
-    found = torch.diag_embed((c + d)[..., mdp.layer_slices[0], :].flatten(-2))
-    for j in range(1, k + 1):
-        before, here = found.shape[-1], mdp.layer_slices[j]
-        c_j, d_j = (part[..., here, :].flatten(-2) for part in (c, d))
-        own, step = torch.eye(d_j.shape[-1], dtype=c.dtype, device=c.device), P(mdp, j)
-        incoming = torch.cat([step, -own.expand(*step.shape[:-2], -1, -1)], -2)
-        # P~_k has rows of zeros for the layers before k - 1.
-        incoming = pad(incoming, (0, 0, before - step.shape[-2], 0))
-        grown = pad(found, (0, len(own), 0, len(own))) + torch.diag_embed(pad(d_j, (before, 0)))
-        found = grown + (incoming * c_j.unsqueeze(-2)) @ incoming.mT
-    return found
 
 
 def M_inverse(mdp: LayeredMDP, curve: Curvature, layers: list[Tensor]) -> Tensor:
@@ -289,95 +275,3 @@ def M_inverse(mdp: LayeredMDP, curve: Curvature, layers: list[Tensor]) -> Tensor
 def inverse_hessian(mdp: LayeredMDP, curve: Curvature) -> Tensor:
     """H^-1 = M_{L-1}^-1 (`lem:def_M`, `lem:M_inverse`), `(*batch, SA, SA)`."""
     return M_inverse(mdp, curve, all_N(mdp, curve))
-
-
-# -- Closed forms against their definitions --------------------------------------------------------
-#
-# A statement compares the largest relative difference with zero. Matrices are scaled by D first:
-# D^-1/2 H D^-1/2 >= I and D^1/2 H^-1 D^1/2 <= I, so that every pair has the same weight. Every
-# state needs all of at least two actions.
-
-
-def quadratic_form_of_hessian(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: float) -> Statement:
-    """`eq:quadratic_form`: the sum of squares equals w' H w; w `(*batch, S, A)`."""
-    H, x = hessian(mdp, q, alpha), w.flatten(-2).unsqueeze(-1)
-    added = (x.abs().mT @ H.abs() @ x.abs())[..., 0, 0]  # sum of absolute values
-    dense = (x.mT @ H @ x)[..., 0, 0]
-    form = quadratic_form(mdp, q, w, alpha)
-    return equality("eq:quadratic_form", dense, form, mdp.num_pairs**2, added)
-
-
-def hessian_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> Statement:
-    """`lem:def_M`: H = M_{L-1}."""
-    curve = curvature(mdp, q, alpha)
-    root = curve.d_inverse.flatten(-2).sqrt()
-    expected = _scale(hessian(mdp, q, alpha), root)
-    found = _scale(M(mdp, curve, mdp.horizon - 1), root)
-    error = _largest_entry(found - expected) / _largest_entry(expected)
-    return equality("lem:def_M", error, 0.0, mdp.num_pairs, 1.0)
-
-
-def inverse_by_layers(mdp: LayeredMDP, q: Tensor, alpha: float) -> tuple[Statement, Statement]:
-    """`lem:M_inverse` and `eq:def_N`, each in its worst layer k.
-
-    M_k times its Woodbury inverse is the identity, relative to |M_k|, and N_k is
-    D_k^-1 - D_k^-1 W_k D_k^-1, with W_0 = (C_0^-1 + D_0^-1)^-1.
-    """
-    curve = curvature(mdp, q, alpha)
-    layers, products, blocks = all_N(mdp, curve), [], []
-    for k, here in enumerate(mdp.layer_slices):
-        d_inverse = curve.d_inverse[..., : here.stop, :].flatten(-2)
-        matrix = _scale(M(mdp, curve, k), d_inverse.sqrt())
-        inverse = _scale(M_inverse(mdp, curve, layers[: k + 1]), d_inverse.rsqrt())
-        error = matrix @ inverse - torch.eye(matrix.shape[-1], dtype=q.dtype, device=q.device)
-        products.append(_largest_entry(error) / torch.linalg.matrix_norm(matrix))
-        own, c_inverse = (part[..., here, :].flatten(-2) for part in reversed(curve))
-        weight = torch.diag_embed(1 / (own + c_inverse))
-        if k:
-            weight = W(mdp, curve, k, layers[k - 1])
-        identity = torch.eye(own.shape[-1], dtype=q.dtype, device=q.device)
-        defined = identity - _scale(weight, own.sqrt())
-        blocks.append(_largest_entry(_scale(layers[k], own.rsqrt()) - defined))
-    product, block = (torch.stack(x).amax(0) for x in (products, blocks))
-    return (
-        equality("lem:M_inverse", product, 0.0, mdp.num_pairs, 1.0),
-        equality("eq:def_N", block, 0.0, mdp.num_pairs, 1.0),
-    )
-
-
-def both_definitions(mdp: LayeredMDP, q: Tensor, w: Tensor, alpha: float) -> Statement:
-    """`eq:hybrid` and `eq:hybrid_alternative` have the same second derivative along a tangent w.
-
-    w `(*batch, S, A)` is tangent to Omega. With q(s) = sum_a q(s,a), w' H w is
-
-        sum_{s,a} w^2 / (4 q^(3/2)) + alpha (w(s) - w(s,a))^2 / (4 (q(s) - q(s,a))^(3/2)).
-    """
-    rest, others = q @ mdp.other_actions, w @ mdp.other_actions
-    own = w.square() / (4 * q**1.5) + alpha * others.square() / (4 * rest**1.5)
-    # Inflow and outflow of w differ by rounding, which the curvature of the rest magnifies.
-    moved = (flow_of(mdp).inflow(w.abs()) + w.abs().sum(-1)).unsqueeze(-1)
-    scale = (own + alpha * others.abs() * moved / (2 * rest**1.5)).sum((-2, -1))
-    form = quadratic_form(mdp, q, w, alpha)
-    return equality("eq:hybrid_alternative", form, own.sum((-2, -1)), mdp.num_pairs, scale)
-
-
-def tangent(mdp: LayeredMDP, q: Tensor, w: Tensor) -> Tensor:
-    """A direction inside Omega made from any w `(*batch, S, A)`.
-
-    In every state the most likely action of q loses what w gives to the others. The change of the
-    inflow of later states is passed on with the policy of q.
-    """
-    policy, likeliest = measures.policy_of(mdp, q), q.argmax(-1, keepdim=True)
-    others = torch.scatter(w, -1, likeliest, 0.0)
-    moved = others.scatter(-1, likeliest, -others.sum(-1, keepdim=True))
-    arriving = torch.einsum("...sa,...sat->...t", moved, mdp.joint_transitions)
-    flowing = torch.einsum("...s,...st->...t", arriving, measures.reachability(mdp, policy))
-    return moved + policy * flowing.unsqueeze(-1)
-
-
-def _scale(matrix: Tensor, root: Tensor) -> Tensor:
-    return root.unsqueeze(-1) * matrix * root.unsqueeze(-2)
-
-
-def _largest_entry(matrix: Tensor) -> Tensor:
-    return matrix.abs().amax((-2, -1))

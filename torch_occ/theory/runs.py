@@ -14,8 +14,8 @@ from torch_occ.regularizers.terms import keep
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.theory import curvatures
 from torch_occ.theory.curvatures import bregman, curvature, hybrid, inverse_hessian, log_barrier
-from torch_occ.theory.stability import norm
 from torch_occ.theory.statements import Parameters, Statement, episodes, equality, statement
+from torch_occ.theory.terms import norm
 
 if TYPE_CHECKING:
     from torch_occ.game.simulate import Simulation
@@ -185,9 +185,7 @@ class Decomposition:
     penalty: Tensor  # (1/eta_t - 1/eta_{t-1}) (phi_H(u) - phi_H(q_t))
     norm_step: Tensor  # |estimate_t|^2 in the norm of the inverse Hessian of psi_t at q_t
     norm_hybrid: Tensor  # the same of phi_H
-    # G_t(q_{t+1}) - G_t(tilde q_t), and G_T(u) - G_T(tilde q_T) at the end: the slack of
-    # lem:bound_penalty
-    lost: Tensor
+    lost: Tensor  # G_t(q_{t+1}) - G_t(tilde q_t), at the end with u: the slack of lem:bound_penalty
     start: Tensor  # (*batch,), phi_L(u) - phi_L(q_1)
     size: Tensor  # |F_t| + |G_t|, the scale of rounding in mixed_penalty
     tilde_q: Tensor  # (T, *batch, S, A)
@@ -200,18 +198,15 @@ class Decomposition:
     def short_estimate(self) -> Statement:
         """|estimate_t|^2 <= L / beta in every episode, the ingredient of `eq:convex_eq`.
 
-        The norm is that of the inverse Hessian of psi_t at q_t. With beta = 64 L it gives
-        G_t(q') >= G_t(q_t) - |estimate_t| + 1/8 >= G_t(q_t) at distance 1 from q_t.
+        The norm is that of the inverse Hessian of psi_t at q_t.
         """
         right, terms = self.mdp.horizon / self.parameters.beta, self.mdp.num_pairs
         return statement("eq:convex_eq", self.norm_step, right, terms, right * terms)
 
     def bound_stability(self) -> Statement:
-        """`lem:bound_stability`, in every episode:
+        """`lem:bound_stability`: <q_t, estimate_t> + F_t(q_t) - G_t(tilde q_t) <= 8 |estimate_t|^2.
 
-            <q_t, estimate_t> + F_t(q_t) - G_t(tilde q_t) <= 8 |estimate_t|^2.
-
-        The norm is that of the inverse Hessian of psi_t at q_t.
+        In every episode, in the norm of the inverse Hessian of psi_t at q_t.
         """
         # tilde q has a relative error of eps^(2/3), and the divergence that of its square.
         terms, error = self.mdp.num_pairs, torch.finfo(self.size.dtype).eps ** (1 / 3)

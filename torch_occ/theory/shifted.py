@@ -23,9 +23,9 @@ from torch_occ.regularizers.catalog import Tsallis
 from torch_occ.regularizers.schedules import InverseSqrt
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.theory.certificates import running_weights
-from torch_occ.theory.penalty import outside
 from torch_occ.theory.runs import tilde
 from torch_occ.theory.statements import Statement, episodes, statement
+from torch_occ.theory.terms import outside
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,8 @@ def statement(
     """A statement whose sides, `(*batch,)`, are sums of at most `terms` products.
 
     The error of a floating-point sum of n products is about n eps times the sum of their absolute
-    values. Four times that is allowed, for the square roots and quotients inside. `scale` is that
-    sum; by default it is the larger side, which is right if all terms are positive.
+    values, `scale`; by default it is the larger side, right if all terms are positive. Four times
+    that is allowed, for the square roots and quotients inside.
     """
     dtype, device = left.dtype, left.device
     left, larger = torch.broadcast_tensors(left, torch.as_tensor(right, dtype=dtype, device=device))

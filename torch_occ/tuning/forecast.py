@@ -1,4 +1,4 @@
-"""The forecast: the regret along the mean path, by quadrature over few episodes."""
+"""The regret without playing: along the mean path, by quadrature, and of particles that leap."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_occ._support.choices import later
 from torch_occ._support.private import readable
 from torch_occ.game.estimators import Estimator, centred
 from torch_occ.game.history import comparator
@@ -25,7 +26,6 @@ from torch_occ.game.losses import (
     mean_square,
 )
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.layers import DenseLayer, Layer
 from torch_occ.mdp.occupancy import optimal_policy, policy_of, reachability
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.step.ftrl import FTRLStep
@@ -58,11 +58,8 @@ class Quadrature:
     ) -> Quadrature:
         """Nodes for phases that begin after the episodes `starts`, of which the first is 0."""
         inside, weights, slopes = _gauss(NODES)
-        t: list[float] = []
-        phase: list[int] = []
-        before: list[dict[int, float]] = []
-        upto: list[dict[int, float]] = []
-        ends: list[int] = []
+        t, phase, ends = list[float](), list[int](), list[int]()
+        before, upto = list[dict[int, float]](), list[dict[int, float]]()
         total: dict[int, float] = {}  # the sum so far, as node -> weight
         for p, (start, stop) in enumerate(pairwise([*starts, episodes])):
             for episode in range(start + 1, min(start + HEAD, stop) + 1):
@@ -210,111 +207,6 @@ def _first_mean(mdp: LayeredMDP, losses: LossProcess, start: int) -> Tensor:
     return means[0, 0]
 
 
-# -- The noise of the forecast without matrices, by random vectors with the right covariance -------
-#
-# The noise at a node is ⟨D3psi[Pi m], Pi C Pi⟩ (see `forecast` below). If z is random with the
-# covariance C, this is the expectation of D3psi[Pi m](y y') with y = Pi z. So a few random z, the
-# probes, replace all matrices over pairs.
-#
-# C is a sum of covariances of loss estimates, (loss - b) / q along trajectories, which are Markov
-# chains. So a Gaussian chain with the same covariance can be drawn layer by layer,
-#
-#     x(s') = sum_{s, a} P(s' | s, a) n(s, a)  +  e(s'),    e has the covariance of one transition,
-#     n(s, a) = pi(a | s) x(s)  +  f(s, a),                   f has the covariance of one choice,
-#
-# where a choice from the distribution p has the covariance diag(p) - p p' = B B' with B = (I - p
-# 1') diag(sqrt(p)). The numbers are smooth in q, so the noise has gradients.
-
-#: Numbers in a tensor of probes; more probes are computed one after the other.
-TOGETHER = 4 * 10**6
-
-
-class Estimates(NamedTuple):
-    """The loss estimates at K nodes."""
-
-    mean: Tensor  # (K, *batch, S, A), of the losses
-    noise: Noise
-    baseline: Tensor  # (K, *batch, S, A)
-
-
-def probe_noise(
-    mdp: LayeredMDP,
-    linear: Linearization,
-    grid: Quadrature,
-    given: Estimates,
-    probes: int,
-    seed: int,
-) -> tuple[Tensor, Tensor]:
-    """D3psi[u](y y') of every probe `(probes, K, *batch)`, and E |loss_estimate|^2_Pi."""
-    generator, mean = torch.Generator(device=mdp.device).manual_seed(seed), given.mean
-    u = linear.apply(mean)
-    bends, square = [], (mean * u).sum((-2, -1))
-    # The weights of sums may be negative, and then the covariance is a difference of two.
-    roots = [(sign * grid.before).clamp(min=0).sqrt() for sign in (1.0, -1.0)]
-    at_once = max(1, TOGETHER // mean.numel())
-    for first in range(0, probes, at_once):
-        count = min(at_once, probes - first)
-        one = draw_fluctuations(mdp, linear.q, given, count, generator)
-        sums = [torch.einsum("kj,rj...->rk...", root, one) for root in roots]
-        y = linear.apply(torch.stack([*sums, one]))  # (3, count, K, *batch, S, A)
-        positive, negative = linear.bend_along(u, y[:2])
-        bends.append(positive - negative)
-        square = square + (one * y[2]).sum((-2, -1)).sum(0) / probes
-    return torch.cat(bends), square
-
-
-def draw_fluctuations(
-    mdp: LayeredMDP, q: Tensor, given: Estimates, probes: int, generator: torch.Generator
-) -> Tensor:
-    """Gaussian vectors `(probes, K, *batch, S, A)` with the covariance of one loss estimate."""
-
-    def normal(*shape: int) -> Tensor:
-        shared = (probes, len(q), *(1,) * (q.dim() - 3), *shape)  # by all elements of the batch
-        return torch.randn(shared, dtype=q.dtype, device=q.device, generator=generator)
-
-    (mean, noise, baseline), exists = given, mdp.actions
-    smallest = torch.finfo(q.dtype).tiny
-    initial = mdp.initial.clamp(min=smallest)
-    root = initial.sqrt() * normal(initial.shape[-1])
-    entering = root - initial * root.sum(-1, keepdim=True)  # (probes, K, *batch, S_0)
-    visits = []
-    policies, own, here = (mdp.split(x, -2) for x in (policy_of(mdp, q), q, exists))
-    for k, policy in enumerate(policies):
-        root = torch.where(here[k], _root(own[k], here[k]) * normal(*policy.shape[-2:]), 0.0)
-        chosen = root - policy * root.sum(-1, keepdim=True)
-        visits.append(policy * entering.unsqueeze(-1) + chosen)
-        if k + 1 < mdp.horizon:
-            layer = mdp.layers[k]
-            pair, following, probability = _edges(layer)
-            flow = own[k].flatten(-2).index_select(-1, pair) * probability  # (*batch, edges)
-            root = flow.clamp(min=smallest).sqrt() * normal(len(pair))
-            left = _summed(root, pair, policy.shape[-2:].numel()).unflatten(-1, policy.shape[-2:])
-            entering = _summed(root, following, layer.sizes[2]) + layer.arrive(visits[-1] - left)
-    variance = torch.where(exists, mean_square(mean, noise) - mean**2, 0.0)
-    drawn = variance.clamp(min=smallest).sqrt() * normal(*q.shape[-2:]) / _root(q, exists)
-    visited = (mean - baseline) * torch.cat(visits, -2) / torch.where(exists, q, 1.0)
-    return torch.where(exists, visited + drawn, 0.0)
-
-
-def _edges(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
-    """The E transitions that are possible: s * A + a, s', and their probability `(*batch, E)`."""
-    if isinstance(layer, DenseLayer):
-        rows = layer.probabilities.flatten(-3, -2)  # (*batch, S * A, S')
-        pair, following = (rows > 0).reshape(-1, *rows.shape[-2:]).any(0).nonzero().unbind(-1)
-        return pair, following, rows[..., pair, following]
-    return layer.pattern.pair.long(), layer.pattern.next.long(), layer.probabilities
-
-
-def _summed(x: Tensor, index: Tensor, size: int) -> Tensor:
-    """Sums of the entries with the same index: `(..., E)` -> `(..., size)`."""
-    return x.new_zeros(*x.shape[:-1], size).index_add(-1, index, x)
-
-
-def _root(q: Tensor, exists: Tensor) -> Tensor:
-    """sqrt(q), and 1 on pairs that do not exist."""
-    return torch.where(exists, q, 1.0).sqrt()
-
-
 # -- A forecast of the regret of FTRL with bandit feedback, smooth and differentiable --------------
 #
 # The loss estimate, (loss - b) / q on the visited pairs plus a baseline b, is unbiased for every
@@ -344,11 +236,16 @@ PER_DECADE = 3.0
 #: Noise above this share of a forecast is no small correction; docs/tuning.md measures it.
 SMALL_NOISE = 1 / 3
 
-#: Up to so many pairs the noise is computed from matrices; beyond, by so many probes.
-EXACT_PAIRS, PROBES = 512, 8
-
 #: The largest size of a matrix over pairs at all nodes.
 MOST_BYTES = 4 * 10**9
+
+
+class Estimates(NamedTuple):
+    """The loss estimates at K nodes."""
+
+    mean: Tensor  # (K, *batch, S, A), of the losses
+    noise: Noise
+    baseline: Tensor  # (K, *batch, S, A)
 
 
 class Forecast(NamedTuple):
@@ -359,7 +256,6 @@ class Forecast(NamedTuple):
     noise: Tensor  # (*batch, C), the contribution of fluctuations of the loss estimates
     stability: Tensor  # (*batch, C), 1/2 sum_t E |loss_estimate_t|^2_{Pi_t}, for comparison
     certified: Tensor  # (*batch,), whether every step on the path was certified
-    noise_error: Tensor  # (*batch, C), the standard error of the noise; zero without probes
 
     @property
     def regret(self) -> Tensor:
@@ -391,8 +287,6 @@ def forecast(
     *,
     estimator: Estimator | None = None,
     per_decade: float = PER_DECADE,
-    probes: int | None = None,
-    seed: int = 0,
 ) -> Forecast:
     """Predict the regret of `FTRL(mdp, regularizer, estimator)` for up to 1e12 episodes.
 
@@ -408,24 +302,16 @@ def forecast(
         estimator: importance-weighted by default; or `ReducedVariance`, or any other
             `CentredEstimator`.
         per_decade: panels of three solves per tenfold of episodes.
-        probes: the number of random vectors by which the noise is computed without matrices, at
-            the cost of some hundred steps; 0 computes it exactly from matrices over all pairs. By
-            default 0 up to 512 pairs, and 8 beyond.
-        seed: of the probes.
 
     Returns:
         The curves of drift, noise and stability.
 
     Raises:
-        ValueError: if `episodes` or `probes` is out of range, the losses have too many phases, or
-            matrices are demanded that would need more than 4 GB.
+        ValueError: if `episodes` is out of range, the losses have too many phases, or a matrix over
+            pairs would need more than 4 GB.
         TypeError: if the losses or the estimator cannot be forecast.
     """
     check_episodes(episodes)
-    if probes is not None and (probes < 0 or probes == 1):
-        raise ValueError(
-            f"probes: expected at least 2, because their spread is the error, or 0, got {probes}"
-        )
     estimate = centred(estimator)
     phases = phases_of(mdp, losses, int(episodes))
     step = FTRLStep(mdp, regularizer)
@@ -449,24 +335,15 @@ def forecast(
     linear = Linearization(step, q, t)
     baseline = torch.where(mdp.actions, estimate.baseline(q, t), 0.0)
     given = Estimates(mean[grid.phase], phases.noise, baseline)
-    if probes is None:
-        probes = 0 if mdp.num_states * mdp.num_actions <= EXACT_PAIRS else PROBES
-    if probes:
-        bends, square = probe_noise(mdp, linear, grid, given, probes, seed)
-        each = torch.stack([grid.sums(-0.5 * bend) for bend in bends])  # (probes, C, *batch)
-        fluctuation, error = each.mean(0), each.detach().std(0) / probes**0.5
-    else:
-        bend, square = _exact_noise(mdp, linear, grid, given)
-        fluctuation = grid.sums(-0.5 * bend)
-        error = torch.zeros_like(fluctuation)
-    curves = (drift, fluctuation, grid.sums(0.5 * square))
+    bend, square = _noise(mdp, linear, grid, given)
+    curves = (drift, grid.sums(-0.5 * bend), grid.sums(0.5 * square))
     drift, fluctuation, stability = (
         torch.where(certified, curve, torch.nan).movedim(0, -1) for curve in curves
     )
-    return Forecast(grid.ends, drift, fluctuation, stability, certified, error.movedim(0, -1))
+    return Forecast(grid.ends, drift, fluctuation, stability, certified)
 
 
-def _exact_noise(
+def _noise(
     mdp: LayeredMDP, linear: Linearization, grid: Quadrature, given: Estimates
 ) -> tuple[Tensor, Tensor]:
     """D3psi[Pi m](Pi C Pi) and E |loss_estimate|^2_Pi at every node, `(K, *batch)`, by matrices."""
@@ -475,8 +352,8 @@ def _exact_noise(
     size = nodes * pairs**2 * q.element_size()
     if size > MOST_BYTES:
         raise ValueError(
-            f"probes: without probes the noise needs matrices of {size / 1e9:.1f} GB, for "
-            f"{pairs:,} pairs at {nodes:,} nodes; give a number of probes, or use occ.leap"
+            f"mdp: the noise needs matrices of {size / 1e9:.1f} GB, for {pairs:,} pairs at "
+            f"{nodes:,} nodes; use occ.leap"
         )
     Pi = linear.dense()  # (K, *batch, S * A, S * A)
     visited = second_moment(mdp, q, given)
@@ -513,3 +390,88 @@ def floored(mdp: LayeredMDP, q: Tensor) -> Tensor:
 def outer(x: Tensor) -> Tensor:
     """x x', `(..., n)` -> `(..., n, n)`."""
     return x.unsqueeze(-1) * x.unsqueeze(-2)
+
+
+# -- Leaping: the regret of particles that play many episodes per step -----------------------------
+
+
+#: The relative change of q that is allowed in a leap; docs/tuning.md has measurements.
+ACCURACY = 0.5
+
+#: The default number of particles.
+PARTICLES = 128
+
+
+class Leaps(NamedTuple):
+    """The pseudo-regret of N particles at C episodes."""
+
+    episodes: Tensor  # (C,)
+    regret: Tensor  # (N, C)
+    leaps: Tensor  # (N,), the number of leaps
+    uncertified: Tensor  # (N,), the number of steps without certificate
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean over the particles, `(C,)`; NaN if a step was not certified."""
+        return torch.where(self.uncertified.any(), torch.nan, self.regret.mean(0))
+
+    @property
+    def standard_error(self) -> Tensor:
+        """The standard error of the mean, `(C,)`."""
+        return self.regret.std(0) / len(self.regret) ** 0.5
+
+    @property
+    def final(self) -> Tensor:
+        """The mean after the last episode."""
+        return self.mean[-1]
+
+
+def leap(
+    mdp: LayeredMDP,
+    regularizer: Regularizer,
+    losses: Tensor | LossProcess,
+    episodes: int,
+    *,
+    estimator: Estimator | None = None,
+    particles: int = PARTICLES,
+    seed: int = 0,
+    accuracy: float = ACCURACY,
+) -> Leaps:
+    """Predict the regret of `FTRL(mdp, regularizer, estimator)` for up to 1e12 episodes.
+
+    Args:
+        regularizer: a built-in one, or a table of elementary terms, whose weights are powers of t.
+        losses: means `(S, A)` of Bernoulli losses, or a loss process whose means are fixed in
+            advance.
+        estimator: importance-weighted by default, or `ReducedVariance`.
+        particles: the number of independent runs.
+        seed: the same seed gives the same numbers.
+        accuracy: the relative change of q that is allowed in a leap. Smaller is slower and closer
+            to the algorithm.
+
+    Returns:
+        The regret of every particle.
+
+    Raises:
+        ValueError: if an argument is wrong, or the engine cannot play it.
+        TypeError: if the losses or the estimator cannot be forecast.
+    """
+    check_episodes(episodes)
+    if particles < 1:
+        raise ValueError(f"particles: expected at least 1, got {particles}")
+    if not accuracy > 0:
+        raise ValueError(f"accuracy: expected a positive number, got {accuracy}")
+    for batch in regularizer.batched():
+        raise ValueError(
+            f"regularizer: a parameter has the batch shape {tuple(batch)}, and leap takes one "
+            "regularizer at a time; forecast takes a batch"
+        )
+    estimate, phases = centred(estimator), phases_of(mdp, losses, int(episodes))
+    if mdp.batch_shape or phases.means.dim() != 3:
+        raise ValueError(
+            "leaping takes one MDP and one table of means (S, A) at a time; forecast takes batches"
+        )
+    found = later("tuning.leaps").run_leaps(
+        mdp, regularizer, estimate, phases, int(episodes), particles, seed, accuracy
+    )
+    return Leaps(*found)

@@ -1,4 +1,4 @@
-"""Leaping: the regret of particles that play many episodes per step, compiled.
+"""Leaping: particles that play many episodes per step, from tensors to the kernel and back.
 
 A particle is one run of the learner that plays `length` episodes with one q. It draws at once how
 often these visit every pair (by multinomials along the layers, so that trajectories stay intact)
@@ -8,106 +8,114 @@ and the losses there, adds the estimates, and solves again:
     Lhat += (losses(n) - n b) / q + length b,
     t += length,
 
-where b is the baseline of the estimator, zero for importance weights.
-
-Leaps of one episode are the algorithm itself. The only error is that q is constant during a leap,
-and leaps are as long as that allows (`longest_leap` of torch_occ.engine.leaps). Everything changes
-on the scale of t, so the number of leaps grows with log T.
+where b is the baseline of the estimator, zero for importance weights. Leaps of one episode are the
+algorithm itself. The only error is that q is constant during a leap, and leaps are as long as that
+allows (`longest_leap` of torch_occ.engine.leaps). Their number grows with log T.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ._support.choices import later
-from torch_occ.game.estimators import Estimator, centred
-from torch_occ.game.losses import LossProcess
+from torch_occ._support.constants import log_spaced
+from torch_occ._support.processes import for_each
+from torch_occ.engine.lanes import allocator, pack, width_of
+from torch_occ.engine.layout import Solver, lanes_in, make_work
+from torch_occ.engine.leaps import LEAPS, UNCERTIFIED, LeapSettings, Particle, leap_to_the_end
+from torch_occ.engine.play import NOISE
+from torch_occ.game.estimators import CentredEstimator, ImportanceWeighted, ReducedVariance
+from torch_occ.game.history import comparator
 from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import interior_point, optimal_policy
 from torch_occ.regularizers.base import Regularizer
-from torch_occ.tuning.forecast import check_episodes, phases_of
-
-#: The relative change of q that is allowed in a leap; docs/tuning.md has measurements.
-ACCURACY = 0.5
-
-#: The default number of particles.
-PARTICLES = 128
+from torch_occ.regularizers.catalog import LogBarrier
+from torch_occ.step.arrays import WeightsOverTime, model_of
+from torch_occ.step.solution import Options
+from torch_occ.step.ways import why_not_game
+from torch_occ.tuning.forecast import Phases
 
 
-class Leaps(NamedTuple):
-    """The pseudo-regret of N particles at C episodes."""
-
-    episodes: Tensor  # (C,)
-    regret: Tensor  # (N, C)
-    leaps: Tensor  # (N,), the number of leaps
-    uncertified: Tensor  # (N,), the number of steps without certificate
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean over the particles, `(C,)`; NaN if a step was not certified."""
-        return torch.where(self.uncertified.any(), torch.nan, self.regret.mean(0))
-
-    @property
-    def standard_error(self) -> Tensor:
-        """The standard error of the mean, `(C,)`."""
-        return self.regret.std(0) / len(self.regret) ** 0.5
-
-    @property
-    def final(self) -> Tensor:
-        """The mean after the last episode."""
-        return self.mean[-1]
+def _over_time(mdp: LayeredMDP, regularizer: Regularizer) -> WeightsOverTime:
+    return WeightsOverTime(regularizer, mdp.actions.shape)
 
 
-def leap(
+def _barrier(estimator: CentredEstimator) -> tuple[Regularizer, ...]:
+    """A regularizer whose weight is -1 / eta_t, with the learning rate of the estimator, if any."""
+    if isinstance(estimator, ReducedVariance):
+        return (LogBarrier() / estimator.learning_rate,)
+    return ()
+
+
+def run_leaps(
     mdp: LayeredMDP,
     regularizer: Regularizer,
-    losses: Tensor | LossProcess,
+    estimator: CentredEstimator,
+    phases: Phases,
     episodes: int,
-    *,
-    estimator: Estimator | None = None,
-    particles: int = PARTICLES,
-    seed: int = 0,
-    accuracy: float = ACCURACY,
-) -> Leaps:
-    """Predict the regret of `FTRL(mdp, regularizer, estimator)` for up to 1e12 episodes.
-
-    Args:
-        regularizer: a built-in one, or a table of elementary terms, whose weights are powers of t.
-        losses: means `(S, A)` of Bernoulli losses, or a loss process whose means are fixed in
-            advance.
-        estimator: importance-weighted by default, or `ReducedVariance`.
-        particles: the number of independent runs.
-        seed: the same seed gives the same numbers.
-        accuracy: the relative change of q that is allowed in a leap. Smaller is slower and closer
-            to the algorithm.
-
-    Returns:
-        The regret of every particle.
-
-    Raises:
-        ValueError: if an argument is wrong, or the engine cannot play it.
-        TypeError: if the losses or the estimator cannot be forecast.
-    """
-    check_episodes(episodes)
-    if particles < 1:
-        raise ValueError(f"particles: expected at least 1, got {particles}")
-    if not accuracy > 0:
-        raise ValueError(f"accuracy: expected a positive number, got {accuracy}")
-    for batch in regularizer.batched():
-        raise ValueError(
-            f"regularizer: a parameter has the batch shape {tuple(batch)}, and leap takes one "
-            "regularizer at a time; forecast takes a batch"
-        )
-    estimate, phases = centred(estimator), phases_of(mdp, losses, int(episodes))
-    if mdp.batch_shape or phases.means.dim() != 3:
-        raise ValueError(
-            "leaping takes one MDP and one table of means (S, A) at a time; forecast takes batches"
-        )
-    compiled = later("tuning.compiled_leaps")
-    reason = compiled.why_no_leap(mdp, regularizer, estimate)
+    particles: int,
+    seed: int,
+    accuracy: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Leap with all particles; the fields of `torch_occ.tuning.Leaps`, or a ValueError."""
+    reason = why_not_game(mdp, regularizer)
+    if type(estimator) not in (ImportanceWeighted, ReducedVariance):
+        reason = f"the engine does not know the estimator {type(estimator).__name__}"
+    known = (regularizer, *_barrier(estimator))
+    if reason is None and not all(_over_time(mdp, psi).are_powers for psi in known):
+        reason = "the weights are not powers of t"
     if reason is not None:
         raise ValueError(f"leap: {reason}; use occ.forecast, or occ.simulate for fewer episodes")
-    options = (particles, seed, accuracy)
-    return Leaps(*compiled.run_leaps(mdp, regularizer, estimate, phases, int(episodes), *options))
+    regularizer.validate()
+    stops = torch.tensor(sorted({*log_spaced(episodes, 10), *phases.starts[1:]}), dtype=mdp.dtype)
+    phase, means = phases.at(stops), phases.means.detach()
+    gaps = optimal_policy(mdp, means, in_order=True).gaps
+    weigh, threshold = _over_time(mdp, regularizer), np.array([2.0, 0.0])  # above every q
+    for barrier in _barrier(estimator):
+        inverse, power = _over_time(mdp, barrier).powers()[:, 0]
+        threshold = np.array([(4.0 / inverse) ** 2, -2.0 * power])
+    model = model_of(mdp)
+    lanes = lanes_in(model, particles)
+    width, new = lanes or 1, allocator(lanes)
+    terms = weigh.terms._replace(exponent=pack(weigh.terms.exponent[None], lanes)[0])
+    settings = LeapSettings(
+        weigh.powers(),
+        threshold,
+        means.flatten(-2).contiguous().numpy(),
+        gaps.flatten(-2).contiguous().numpy(),
+        NOISE[phases.noise],
+        stops.numpy(),
+        phase.numpy(),
+        model.initial[None],
+        float(accuracy),
+    )
+    middle = pack(interior_point(mdp).detach().flatten().numpy()[None], lanes)[0]
+    limits = (Options().tolerance_in(torch.float64), Options().max_steps)
+    shapes = ((4,), (2,), stops.shape, settings.means.shape[1:], (mdp.num_states,))
+    seeds = np.random.SeedSequence(seed).generate_state(particles, np.uint64).astype(np.uint64)
+    groups = []
+    for first in range(0, particles, width):
+        members = np.arange(first, first + width)
+        groups.append(
+            Particle(
+                # Lanes without a particle have finished.
+                np.where(members < particles, 0, len(stops)),
+                seeds[np.minimum(members, particles - 1)],
+                *(new(*shape) for shape in shapes),
+            )
+        )
+
+    def play(i: int) -> None:
+        solver, work = Solver(terms, new(weigh.size), *limits, middle), make_work(model, new)
+        leap_to_the_end(model, solver, settings, groups[i], work, width_of(lanes))
+
+    for_each(play, len(groups))
+    regret, counts = (
+        torch.from_numpy(np.concatenate([x.reshape(-1, width).T for x in found])[:particles])
+        for found in zip(*((group.regret, group.counts) for group in groups), strict=True)
+    )
+    # The kernel compares with the best policy of every phase, the regret with the best of all.
+    best = comparator(mdp, phases.totals(gaps, stops, phase))
+    counts = counts.long()
+    return stops.long(), regret - best, counts[:, LEAPS], counts[:, UNCERTIFIED]

@@ -58,7 +58,6 @@ class ForecastObjective:
             every forecast.
         floor: added to every regret before the logarithm. A negative regret counts as zero, and
             differences far below the floor have no effect.
-        probes: of the forecasts, for MDPs of more than some hundred pairs; see `forecast`.
 
     Raises:
         ValueError: if there are no worlds, a number is not positive, or the forecast of the
@@ -75,7 +74,6 @@ class ForecastObjective:
         robustness: float = 4.0,
         trust: float = SMALL_NOISE,
         floor: float = 1.0,
-        probes: int | None = None,
     ) -> None:
         if not worlds:
             raise ValueError("worlds: expected at least one")
@@ -84,7 +82,7 @@ class ForecastObjective:
                 f"robustness, floor: expected positive numbers, got {robustness} and {floor}"
             )
         self.worlds, self.episodes, self.robustness = tuple(worlds), episodes, robustness
-        self.trust, self.floor, self.probes = trust, floor, probes
+        self.trust, self.floor = trust, floor
         self.estimator = centred(estimator)
         self.scales = [torch.zeros((), dtype=torch.float64) for _ in worlds]
         if reference is not None:
@@ -100,8 +98,7 @@ class ForecastObjective:
     def _forecast(
         self, world: World, regularizer: Regularizer, estimator: Estimator | None
     ) -> Forecast:
-        arguments = (world.mdp, regularizer, world.losses, self.episodes)
-        return forecast(*arguments, estimator=estimator, probes=self.probes)
+        return forecast(world.mdp, regularizer, world.losses, self.episodes, estimator=estimator)
 
     def __call__(self, regularizer: Regularizer) -> Evaluation:
         """Evaluate the objective; parameters `(B, 1)` broadcast with the MDPs of a world."""

@@ -76,9 +76,10 @@ class ParameterSpace:
             _check_tunable(regularizer, name, own[name])
         self.own = {name: own[name].detach().double().clone() for name, _ in self.entries.values()}
         self.transforms = [transform_to(domains[name]) for name, _ in self.entries.values()]
-        centre, low, high = [], [], []
-        for number, transform in zip(self.names, self.transforms, strict=True):
-            name, i = self.entries[number]
+        found = []
+        for (number, (name, i)), transform in zip(
+            self.entries.items(), self.transforms, strict=True
+        ):
             value, own_names = self.own[name][i], (*_names(number), *_names(name))
             asked = [bounds[each] for each in own_names if each in bounds]
             limits = (*asked, _default_bounds(domains[name]))[0]
@@ -93,10 +94,8 @@ class ParameterSpace:
                     f"regularizer: {number} is {float(value):g}, outside its bounds {limits}; "
                     "start inside, or give other bounds"
                 )
-            centre.append(transform.inv(value))
-            low.append(ends[0])
-            high.append(ends[1])
-        self.centre, self.low, self.high = map(torch.stack, (centre, low, high))  # (numbers,) each
+            found.append(torch.stack([transform.inv(value), *ends]))
+        self.centre, self.low, self.high = torch.stack(found, -1)  # (numbers,) each
 
     def parameters_at(self, u: Tensor) -> Tensor:
         """Numbers from coordinates, `(..., numbers)` both."""
@@ -109,12 +108,9 @@ class ParameterSpace:
         columns = dict(zip(self.names, parameters.unbind(-1), strict=True))
         found = {}
         for name, own in self.own.items():
-            parts = [
-                columns.get(number, own[i].expand(parameters.shape[:-1]))
-                for number, i in numbers(name, own)
-            ]
-            shape = (*parameters.shape[:-1], *own.shape)
-            found[name] = torch.stack(parts, -1).reshape(shape)
+            batch = parameters.shape[:-1]
+            parts = [columns.get(each, own[i].expand(batch)) for each, i in numbers(name, own)]
+            found[name] = torch.stack(parts, -1).reshape((*batch, *own.shape))
         return found
 
     def at_bounds(self, u: Tensor) -> tuple[str, ...]:
@@ -178,36 +174,35 @@ class TuningBoard:
 
     def write(self, tuner: Tuner, last: bool = False) -> None:
         """Log the last step, or the result; then close the file."""
-        if self.writer is not None:
-            try:
+        try:
+            if self.writer is not None:
                 (self._close if last else self._write)(tuner)
-            except OSError as error:
-                self.writer = None
-                lost = "the result is not in TensorBoard"
-                otherwise = lost if last else "the tuning goes on without TensorBoard"
-                warnings.warn(f"directory: {error}; {otherwise}", stacklevel=3)
+        except OSError as error:
+            self.writer = None
+            lost = "the result is not in TensorBoard"
+            otherwise = lost if last else "the tuning goes on without TensorBoard"
+            warnings.warn(f"directory: {error}; {otherwise}", stacklevel=3)
 
     def _write(self, tuner: Tuner) -> None:
-        step = len(tuner.values) - 1
-        best = int(tuner.best_values.argmin())
-        values = {
-            "meta/objective": float(tuner.values[-1][best]),
-            "meta/best": float(tuner.best_values[best]),
+        step, best = len(tuner.values) - 1, int(tuner.best_values.argmin())
+        values: dict[str, Any] = {
+            "objective": tuner.values[-1][best],
+            "best": tuner.best_values[best],
+            "gradient_norm": tuner.gradient_norm[best],
+            "failures": tuner.failures[-1].sum(),
+            "at_bounds": len(tuner.space.at_bounds(tuner.best_u[best])),
         }
-        values |= {f"meta/objective_of_start/{i}": float(x) for i, x in enumerate(tuner.values[-1])}
+        values |= {f"objective_of_start/{i}": x for i, x in enumerate(tuner.values[-1])}
+        values |= {f"regret/{name}": x[best] for name, x in tuner.best_regrets.items()}
         for name, x in tuner.space.tensors(tuner.path[-1][best]).items():
             if x.dim():  # a curve for every number would be too many
                 self.writer.add_histogram(f"meta/{name}", x, step)
                 ends = {"least": x.min(), "mean": x.mean(), "largest": x.max()}
-                values |= {f"meta/{name}/{end}": float(y) for end, y in ends.items()}
+                values |= {f"{name}/{end}": y for end, y in ends.items()}
             else:
-                values[f"meta/{name}"] = float(x)
-        values |= {f"meta/regret/{name}": float(x[best]) for name, x in tuner.best_regrets.items()}
-        values["meta/gradient_norm"] = float(tuner.gradient_norm[best])
-        values["meta/failures"] = float(tuner.failures[-1].sum())
-        values["meta/at_bounds"] = float(len(tuner.space.at_bounds(tuner.best_u[best])))
+                values[name] = x
         for tag, value in values.items():
-            self.writer.add_scalar(tag, value, step)
+            self.writer.add_scalar(f"meta/{tag}", float(value), step)
 
     def _close(self, tuner: Tuner) -> None:
         if bool(tuner.best_values.isfinite().any()):
@@ -258,20 +253,17 @@ class Tuned:
         grouped: dict[str, list[float]] = {}
         for name, value in self.parameters.items():
             grouped.setdefault(name.partition("[")[0], []).append(value)
-        for name, numbers in grouped.items():
+        for name, own in grouped.items():
             bound = sum(name == each.partition("[")[0] for each in self.at_bounds)
-            if len(numbers) == 1:
-                lines.append(f"  {name} = {numbers[0]:.6g}{' (at its bound)' * bool(bound)}")
-            else:
-                note = f" ({bound} at their bounds)" if bound else ""
-                span = f"{min(numbers):.6g} to {max(numbers):.6g}"
-                lines.append(f"  {name} = {len(numbers)} numbers from {span}{note}")
+            note, text = " (at its bound)", f"{own[0]:.6g}"
+            if len(own) > 1:
+                note = f" ({bound} at their bounds)"
+                text = f"{len(own)} numbers from {min(own):.6g} to {max(own):.6g}"
+            lines.append(f"  {name} = {text}{note if bound else ''}")
         lines += [f"  regret, {name}: {value:.6g}" for name, value in self.regrets.items()]
-        if int(self.failures.sum()):
-            lines.append(
-                f"  {int(self.failures.sum())} of {self.failures.numel()} evaluations were not "
-                "finite or not certified"
-            )
+        if failed := int(self.failures.sum()):
+            every = self.failures.numel()
+            lines.append(f"  {failed} of {every} evaluations were not finite or not certified")
         return "\n".join(lines)
 
 
@@ -312,8 +304,7 @@ def tune(
         directory: a directory for TensorBoard's `meta/*`.
         progress: show a progress bar; by default on a terminal.
         save_to: a file in which the tuning is saved after every step, so that it can continue
-            after an interruption, with the same numbers. Writing is tested before the first step.
-            If a later save fails, there is a warning, and the tuning continues.
+            after an interruption, with the same numbers. If a save fails, there is a warning.
         resume: continue from `save_to` if it exists; otherwise a tuning saved there is replaced.
 
     Returns:
@@ -393,9 +384,7 @@ class Tuner:
     ) -> None:
         self.caller, self.space, self.u, self.optimizer = caller, space, u, optimizer
         self.steps, self.starts, self.rate = steps, len(u), rate
-        self.values: list[Tensor] = []
-        self.failures: list[Tensor] = []
-        self.path: list[Tensor] = []
+        self.values, self.failures, self.path = list[Tensor](), list[Tensor](), list[Tensor]()
         self.best_values = torch.full((self.starts,), torch.inf, dtype=torch.float64)
         self.best_u = u.clone()
         self.best_regrets: dict[str, Tensor] = {}
@@ -407,8 +396,9 @@ class Tuner:
         begun = time.monotonic()
         u = self.u.detach().clone().requires_grad_()
         parameters = self.space.parameters_at(u)
-        named = {name: x.unsqueeze(1) for name, x in self.space.tensors(parameters).items()}
-        evaluation = self.caller.at(named)
+        tensors = self.space.tensors(parameters)
+        named = {f"regularizer.{name}": x.unsqueeze(1) for name, x in tensors.items()}
+        evaluation = torch.func.functional_call(self.caller, named, ())
         value = evaluation.value.expand(self.starts).double()
         fine = value.isfinite() & evaluation.certified.expand(self.starts)
         gradient = torch.zeros_like(u)
@@ -496,12 +486,6 @@ class _TunedModule(nn.Module):
             returned = f"returns {type(found).__name__}, not occ.tuning.Evaluation"
             raise TypeError(f"objective: {returned}; try occ.tuning.ForecastObjective(worlds)")
         return found
-
-    def at(self, parameters: dict[str, Tensor]) -> Evaluation:
-        """The objective with these values in place of the parameters with these names."""
-        return torch.func.functional_call(
-            self, {f"regularizer.{name}": value for name, value in parameters.items()}, ()
-        )
 
 
 # -- What to take without tuning: one learner for each kind of world -------------------------------
