@@ -9,40 +9,24 @@ since, with the tolerance that holds instead, or null if nothing can be compared
 import hashlib
 import json
 import os
-import re
 import sys
-import tempfile
 import tomllib
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch.distributions import constraints
 
-import torch_occ
+import torch_occ as occ
 from experiments import statements
 
-PLACES = ("rivals", "limits", "tuning", "game", "mdp", "step", "learning")
 EDGES = ("sa", "sb", "ab", "at", "bt", "st")
 RECORD, F64 = Path(__file__).parent / "record", torch.float64
 CASES = tomllib.loads((RECORD / "cases.toml").read_text())
-
-
-class Face:
-    """The public names, wherever they live: `occ.UCBVI`, or `occ.rivals.UCBVI`."""
-
-    def __getattr__(self, name):
-        for place in (torch_occ, *(getattr(torch_occ, x, None) for x in PLACES)):
-            found = getattr(place, "__dict__", {}).get(name)
-            if found is not None and not isinstance(found, ModuleType):
-                return found
-        return getattr(torch_occ, name)
-
-
-occ = Face()
+CHANGED = json.loads((RECORD / "changed.json").read_text())
 
 
 def uniform(*shape, seed=0):
@@ -81,42 +65,45 @@ PROBLEMS = {  # the MDP, and the batch shape of losses
 }
 
 
-def own(name, base, **functions):
-    """A user's class of regularizers with one parameter."""
+class Own(occ.Regularizer):
+    """A user's regularizer with one parameter."""
 
-    def start(self, weight):
-        super(cls, self).__init__(weight=weight)
+    arg_constraints: ClassVar = {"weight": constraints.positive}
 
-    domain = {"arg_constraints": {"weight": constraints.positive}, "__init__": start}
-    cls = type(name, (base,), domain | functions)
-    return {name: cls}
+    def __init__(self, weight):
+        super().__init__(weight=weight)
 
 
-def per_state(self, q):
-    centred = (q - q.mean(-1, keepdim=True)).square().sum(-1)
-    return (q * q.log()).sum(-1) + self.weight * centred + (1 + q).prod(-1).log() ** 2
+class OwnSeparable(Own, occ.SeparableRegularizer):
+    pair = staticmethod(lambda x: x * x.log() - x.sqrt())
+    complement = staticmethod(lambda x: 1 / (0.5 + x))
+
+    def rest(self, x):
+        return -self.weight * (x + 0.1).log()
+
+    def state(self, x):
+        return self.weight * x**2
 
 
-def joint(self, q):
-    positive = torch.where(q > 0, q, 1.0)
-    rank = 1 + counting(q.shape[-2] * q.shape[-1]).reshape(q.shape[-2:])
-    entropy = (positive * positive.log()).sum((-2, -1))
-    return entropy + self.weight * (q / rank).sum((-2, -1)) ** 2
+class OwnStatewise(Own, occ.StatewiseRegularizer):
+    def per_state(self, q):
+        centred = (q - q.mean(-1, keepdim=True)).square().sum(-1)
+        return (q * q.log()).sum(-1) + self.weight * centred + (1 + q).prod(-1).log() ** 2
 
 
-OWN = (
-    own(
-        "OwnSeparable",
-        torch_occ.SeparableRegularizer,
-        pair=lambda self, x: x * x.log() - x.sqrt(),
-        rest=lambda self, x: -self.weight * (x + 0.1).log(),
-        state=lambda self, x: self.weight * x**2,
-        complement=lambda self, x: 1 / (0.5 + x),
-    )
-    | own("OwnStatewise", torch_occ.StatewiseRegularizer, per_state=per_state)
-    | own("OwnJoint", torch_occ.JointRegularizer, joint=joint)
-    | own("Empty", torch_occ.SeparableRegularizer)
-)
+class OwnJoint(Own, occ.JointRegularizer):
+    def joint(self, q):
+        positive = torch.where(q > 0, q, 1.0)
+        rank = 1 + counting(q.shape[-2] * q.shape[-1]).reshape(q.shape[-2:])
+        entropy = (positive * positive.log()).sum((-2, -1))
+        return entropy + self.weight * (q / rank).sum((-2, -1)) ** 2
+
+
+class Empty(Own, occ.SeparableRegularizer):
+    pass
+
+
+OWN = {kind.__name__: kind for kind in (OwnSeparable, OwnStatewise, OwnJoint, Empty)}
 
 
 def evaluate(section, name, mdp=DENSE, **more):
@@ -130,7 +117,7 @@ def evaluate(section, name, mdp=DENSE, **more):
         names |= {"rate": occ.Tsallis() / occ.InverseSqrt(0.8) + occ.LogBarrier(1.0)}
         names |= {"powers": occ.Tsallis(0.7) / occ.Polynomial(0.8, 0.37) + occ.LogBarrier(0.3)}
         names |= {"psi": lambda name: evaluate("regularizers", name, mdp)}
-        names |= {"practical": occ.Widths.of("practical", mdp)}
+        names |= {"practical": occ.rivals.Widths.of("practical", mdp)}
     return eval(CASES[section][name], names | more)
 
 
@@ -194,7 +181,7 @@ def with_budgets(problem, psi, backend):
     step, inputs = occ.FTRLStep(mdp, psi, backend=backend), step_inputs(mdp, batch, psi)
     costs = table(mdp, 3, seed=50)
     spent = (costs * step(inputs["loss"], inputs["t"]).unsqueeze(-3)).sum((-2, -1)).detach()
-    least = torch.stack([occ.comparator(mdp, row) for row in costs])
+    least = torch.stack([occ.game.comparator(mdp, row) for row in costs])
     limits = least + torch.tensor([0.6, 0.9, 1.3], dtype=F64) * (spent - least)
     inputs |= {"costs": costs.requires_grad_(), "limits": limits.requires_grad_()}
     found = step.solve(inputs["loss"], inputs["t"], constraints=occ.Budgets(costs, limits))
@@ -289,7 +276,7 @@ def number(name):
     more = {"policy": policy / policy.sum(-1, keepdim=True), "masked": MASKED}
     more |= {"small": occ.LayeredMDP.random(2, 2, 2, seed=4), "costs": uniform(2, 6, seed=6)}
     counts = [torch.floor(20 * uniform(*p.shape, seed=k)) for k, p in enumerate(DENSE.transitions)]
-    more |= {"graph": graph(), "believed": occ.empirical_transitions(DENSE, counts)}
+    more |= {"graph": graph(), "believed": occ.rivals.empirical_transitions(DENSE, counts)}
     return {name: evaluate("model", name, **more)}
 
 
@@ -310,13 +297,14 @@ def leaps():
 
 
 def tuning():
-    objective = occ.ForecastObjective([occ.World("one", DENSE, table(DENSE, seed=1))], 1000)
+    world = occ.tuning.World("one", DENSE, table(DENSE, seed=1))
+    objective = occ.tuning.ForecastObjective([world], 1000)
     found = occ.tune(objective, occ.jin_luo(DENSE, beta=20.0), steps=3, starts=2, rate=0.3, seed=1)
     return {"values": found.values, "path": found.path, "value": torch.tensor(found.value)}
 
 
 def certificate():
-    callback = torch_occ.theory.Certificate()
+    callback = occ.theory.Certificate()
     learner, losses = evaluate("ftrl", "default"), evaluate("losses", "bernoulli")
     occ.simulate(DENSE, learner, losses, 40, (1, 2), callbacks=[callback], checkpoints=(5, 20, 40))
     return callback.curves
@@ -332,11 +320,7 @@ def numbers():
     return {name: (number, name) for name in CASES["model"]} | {
         "forecast": (forecasts, "bernoulli"),
         "forecast, phases": (forecasts, "constrained"),
-        "forecast, baseline": (
-            forecasts,
-            "bernoulli",
-            occ.ReducedVariance(occ.InverseSqrt(0.2)),
-        ),
+        "forecast, baseline": (forecasts, "bernoulli", occ.ReducedVariance(occ.InverseSqrt(0.2))),
         "leap, engine": (leaps,),
         "tune": (tuning,),
         "certificate": (certificate,),
@@ -363,19 +347,11 @@ def message(name):
     try:
         evaluate("errors", name, **more)
     except Exception as error:
-        # A name that moved to a package may be named there.
-        return [type(error).__name__, re.sub(rf"\bocc\.({'|'.join(PLACES)})\.", "occ.", str(error))]
+        return [type(error).__name__, str(error)]
     return ["no error", ""]
 
 
 # -- writing and reading -------------------------------------------------------------------------
-
-
-def put_into(name, save):
-    with tempfile.NamedTemporaryFile(dir=RECORD, delete=False) as file:
-        save(file)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, RECORD / name)
 
 
 def write(section, cases):
@@ -386,18 +362,13 @@ def write(section, cases):
             start = len(row)
             row += x.detach().double().reshape(-1).tolist()
             index.setdefault(case, {})[name] = [start, len(row)]
-    arrays = {"row": np.array(row), "index": np.array(json.dumps(index))}
-    put_into(f"{section}.npz", lambda file: np.savez_compressed(file, **arrays))
-
-
-@cache
-def changes():
-    return json.loads((RECORD / "changed.json").read_text())
+    places = np.array(json.dumps(index))
+    np.savez_compressed(RECORD / f"{section}.npz", row=np.array(row), index=places)
 
 
 def tolerance_of(name):
     """Zero, unless the numbers of this case are known to have changed."""
-    return changes().get(name, [0.0])[0]
+    return CHANGED.get(name, [0.0])[0]
 
 
 @cache
@@ -454,23 +425,16 @@ def machine(backend):
     x = uniform(64, 64, seed=5)
     parts = [x.exp(), x.log(), x.pow(0.3), x.sqrt(), x.softmax(-1), x.sum(-1)]
     if backend == "torch":
-        parts += [
-            x @ x,
-            torch.linalg.inv(x),
-            torch.linalg.cholesky(x @ x.mT + 64 * torch.eye(64, dtype=F64)),
-        ]
-    compiled_for = os.environ.get("NUMBA_CPU_NAME", "")
-    return hashlib.sha256(b"".join(y.numpy().tobytes() for y in parts)).hexdigest() + compiled_for
-
-
-@cache
-def recorded_here(backend):
-    return machine(backend) == json.loads((RECORD / "machine.json").read_text())[backend]
+        positive = x @ x.mT + 64 * torch.eye(64, dtype=F64)
+        parts += [x @ x, torch.linalg.inv(x), torch.linalg.cholesky(positive)]
+    found = hashlib.sha256(b"".join(y.numpy().tobytes() for y in parts)).hexdigest()
+    return found + os.environ.get("NUMBA_CPU_NAME", "")
 
 
 def skip_elsewhere(name):
     """Bits belong to a kind of machine; tests/game/test_bits.py has what holds on every one."""
-    if not recorded_here("torch" if name.endswith("torch") else "engine"):
+    backend = "torch" if name.endswith("torch") else "engine"
+    if machine(backend) != json.loads((RECORD / "machine.json").read_text())[backend]:
         pytest.skip("recorded on another kind of machine")
 
 
@@ -494,7 +458,7 @@ def test_a_seed_has_its_history_among_any_number_of_seeds(name, count):
     assert differences(found, expected, tolerance_of(f"{name}, dense")) == {}
 
 
-class Stop(torch_occ.Callback):
+class Stop(occ.Callback):
     """Interrupts a run when it can be saved for the first time."""
 
     def on_chunk(self, run):
@@ -548,10 +512,13 @@ def write_all(words):
         wanted = {x for x in cases if not words or any(w in f"{section}, {x}" for w in words)}
         return {name: case for name, case in cases.items() if name in wanted}
 
-    if not words or "messages" in words:
-        messages = {name: message(name) for name in CASES["errors"]}
-        text = json.dumps(messages, indent=1, ensure_ascii=False).encode()
-        put_into("messages.json", lambda file: file.write(text))
+    def put(name, found):
+        if not words or name in words:
+            text = json.dumps(found(), indent=1, ensure_ascii=False)
+            (RECORD / f"{name}.json").write_text(text)
+
+    put("messages", lambda: {name: message(name) for name in CASES["errors"]})
+    put("machine", lambda: {backend: machine(backend) for backend in ("engine", "torch")})
     for section, cases in (("steps", steps()), ("numbers", numbers())):
         found = {name: f(*given) for name, (f, *given) in chosen(section, cases).items()}
         write(section, well_conditioned(found))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module, util
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch_occ._support.choices import extra
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Composition, Regularizer
-from torch_occ.regularizers.parameters import Frozen, fit
+from torch_occ.regularizers.parameters import fit
 from torch_occ.regularizers.terms import Log, Power
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.solution import Budgets
@@ -223,11 +223,6 @@ class Settings:
         absent = [name for name in names if util.find_spec(name) is None]
         return f"{absent[0]} is not installed: pip install 'torch-occ[{which}]'" if absent else ""
 
-    @property
-    def installed(self) -> bool:
-        """Whether all packages that these settings need are installed."""
-        return not self.missing
-
 
 DEFAULT = Settings("default")
 LSMR = Settings("lsmr", mode="lsmr")
@@ -240,16 +235,12 @@ ACCURATE_CLARABEL = Settings(
 ALL_SETTINGS = (DEFAULT, LSMR, MOREAU, ACCURATE_SCS, ACCURATE_CLARABEL)
 
 
-class CvxpyLayer(Frozen):
+class CvxpyLayer(nn.Module):
     """The step by cvxpylayers: `layer(loss, t)` -> q.
 
     It is differentiable in the loss, in t and in the regularizer's parameters, apart from exponents
     and from parameters of terms whose weight is zero at construction.
     """
-
-    fixed: ClassVar = dict.fromkeys(
-        ("mdp", "regularizer", "settings", "atoms", "layer"), "make a new CvxpyLayer"
-    )
 
     def __init__(
         self, mdp: LayeredMDP, regularizer: Regularizer, settings: Settings = ACCURATE_CLARABEL

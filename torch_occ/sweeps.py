@@ -134,8 +134,8 @@ def sweep(
     store, checkpoints = directory / "cells", directory / "checkpoints"
     store.mkdir(parents=True, exist_ok=True)
     configs = _named(function, cells)
-    known = {name: _read_cell(store / f"{name}.jsonl", configs[name]) for name in configs}
-    found = {name: result for name, result in known.items() if result is not None}
+    files_of = {name: store / f"{name}.jsonl" for name in configs}
+    found = {name: _read_cell(x, configs[name]) for name, x in files_of.items() if x.exists()}
     missing, failures = [name for name in configs if name not in found], list[Failure]()
     token = uuid.uuid4().hex  # unique, so that Dask does not reuse results of an earlier sweep
 
@@ -163,7 +163,7 @@ def sweep(
                 found[name] = outcome
                 with _warning_if_full():
                     content = json.dumps({"config": configs[name], "result": outcome}).encode()
-                    files.write_checked(store / f"{name}.jsonl", _KIND, content)
+                    files.write_checked(files_of[name], _KIND, content)
                     shutil.rmtree(checkpoints / name, ignore_errors=True)
                     log(name)
             if bar is not None:
@@ -212,89 +212,69 @@ def attempt(
 
 
 def _run(
-    executor: Any, processes: int, submit: Callable[[Any, str], Any], cells: list[str]
+    executor: Any, processes: int, submit: Callable[[Any, str], Any], waiting: list[str]
 ) -> Outcomes:
     """Yield the name of each cell with its outcome, from the executor or from local processes.
 
-    If a local process dies, the cells that ran are run again, each alone: it takes all others of
-    its pool along, and which cell did it is not known.
+    Each local process is a pool of its own, because one that dies takes its pool along. Its cell is
+    run once more. If this is left by an exception, cells get SIGTERM, upon which `simulate` saves.
     """
-    suspects: list[str] = []
-    while cells or suspects:
-        alone, running = bool(suspects), dict[str, Any]()
-        some, most = ([suspects.pop(0)], 1) if alone else (cells, processes)
-        most = most if executor is None else len(cells)
-        try:
-            with _process_pool(most) if executor is None else nullcontext(executor) as workers:
-                yield from _outcomes(workers, submit, some, running, most)
-        except (futures.CancelledError, futures.BrokenExecutor) as error:
-            if executor is not None or not running:
-                raise RuntimeError(
-                    f"executor: it broke down with {len(cells) + len(running)} cells to go; the "
-                    "others are stored: run the sweep again with a new executor to continue"
-                ) from error
-            if not alone:
-                suspects += running
-                continue
-            text = "its process died while it ran, twice; out of memory, or killed?"
-            yield from ((name, Failure({}, text)) for name in running)
-
-
-def _outcomes(
-    workers: Any,
-    submit: Callable[[Any, str], Any],
-    waiting: list[str],
-    running: dict[str, Any],
-    most: int,
-) -> Outcomes:
-    """Run at most `most` cells at a time. If the workers break down, this raises.
-
-    What is not finished then is in `waiting`, and in `running` with its future.
-    """
+    running: dict[str, tuple[Any, Any]] = {}  # the future, and who runs it
+    died: set[str] = set()
+    local = range(0 if executor is not None else min(processes, len(waiting)))
+    pools = [_process() for _ in local]
+    idle = [executor] * len(waiting) if executor is not None else list(pools)
     try:
         while waiting or running:
-            while waiting and len(running) < most:
-                running[waiting[0]] = submit(workers, waiting[0])
-                del waiting[0]
-            broken, finished = None, [name for name in running if running[name].done()]
+            while waiting and idle:
+                name, workers = waiting.pop(0), idle.pop()
+                running[name] = submit(workers, name), workers
+            broken, finished = None, [name for name in running if running[name][0].done()]
             for name in finished:
+                future, workers = running[name]
                 try:
-                    outcome = running[name].result()
+                    outcome = future.result()
                 except (futures.CancelledError, futures.BrokenExecutor) as error:
-                    broken = error
-                    continue
+                    if executor is not None:
+                        broken = error
+                        continue
+                    pools.append(workers := _process())
+                    if name not in died:
+                        died.add(name)
+                        waiting.append(name)
+                    text = "its process died while it ran, twice; out of memory, or killed?"
+                    outcome = Failure({}, text)
                 except Exception as error:  # for example, the function cannot be unpickled there
                     outcome = Failure({}, f"{type(error).__name__}: {error}")
                 del running[name]
-                yield name, outcome
+                idle.append(workers)
+                if name not in waiting:
+                    yield name, outcome
             if broken is not None:
-                raise broken
+                raise RuntimeError(
+                    f"executor: it broke down with {len(waiting) + len(running)} cells to go; the "
+                    "others are stored: run the sweep again with a new executor to continue"
+                ) from broken
             if not finished:
                 time.sleep(LOOK_EVERY)
+    except BaseException:
+        for process in (process for pool in pools for process in processes_of(pool)):
+            process.terminate()
+        raise
     finally:
-        for future in running.values():
+        for future, _ in running.values():
             future.cancel()
+        for pool in pools:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
-@contextmanager
-def _process_pool(processes: int) -> Iterator[futures.ProcessPoolExecutor]:
-    """A pool of processes, forked from a clean one: a fork of this would copy torch's locks.
-
-    If the block is left by an exception, cells get SIGTERM, upon which `simulate` saves.
-    """
+def _process() -> futures.ProcessPoolExecutor:
+    """A process that is forked from a clean one: a fork of this would copy torch's locks."""
     forks = "forkserver" in multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
     if forks:
         context.set_forkserver_preload(["torch_occ.sweeps"])
-    pool = futures.ProcessPoolExecutor(processes, context, initializer=_prepare_worker)
-    try:
-        yield pool
-    except BaseException:
-        for process in processes_of(pool):
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    return futures.ProcessPoolExecutor(1, context, initializer=_prepare_worker)
 
 
 def _prepare_worker() -> None:
@@ -345,10 +325,8 @@ def _named(function: Function, cells: Sequence[Config]) -> dict[str, Config]:
     return found
 
 
-def _read_cell(path: Path, config: Config) -> dict[str, Any] | None:
-    """The stored result of a cell, or None; a ValueError if the file belongs to another cell."""
-    if not path.exists():
-        return None
+def _read_cell(path: Path, config: Config) -> dict[str, Any]:
+    """The stored result of a cell; a ValueError if the file belongs to another cell."""
     stored: dict[str, dict[str, Any]] = json.loads(files.read_checked(path, _KIND))
     if stored["config"] != json.loads(json.dumps(config)):
         other = json.dumps(stored["config"])

@@ -39,10 +39,6 @@ def bandit(*losses):
 # -- the campaign ---------------------------------------------------------------------------------
 
 
-def test_the_arguments_name_every_family():
-    assert fuzz.Args().regularizers == tuple(FAMILIES)
-
-
 @pytest.mark.parametrize("kind", list(KINDS)[2:])
 def test_every_kind(kind):
     """In torch, with budgets judged too; families that differ most."""
@@ -120,7 +116,8 @@ def test_problems_are_kept_as_they_are(tmp_path):
 @pytest.mark.parametrize(
     "wrong", [{"regularizers": ("tsalis",)}, {"kinds": ("all",)}, {"steps": 0}]
 )
-def test_arguments_are_checked(wrong):
+def test_arguments_name_every_family_and_are_checked(wrong):
+    assert fuzz.Args().regularizers == tuple(FAMILIES)
     with pytest.raises(ValueError, match=next(iter(wrong))):
         fuzz.Args(**wrong)
 

@@ -23,71 +23,67 @@ from experiments import (
 pytestmark = pytest.mark.slow
 
 SMALLEST = {"episodes": 30, "seeds": 2, "processes": 1, "tensorboard": False}
-ON_MDP = SMALLEST | {"horizon": 2, "width": 2, "actions": 2}
+ON_MDP = {"horizon": 2, "width": 2, "actions": 2}
 
 
 def rows(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text().splitlines()))
 
 
-def check_run(directory: Path, figure: str, count: int) -> None:
-    """Configuration, figure, and a history for every game that can be read again."""
-    assert json.loads((directory / "config.json").read_text())["episodes"] == SMALLEST["episodes"]
-    assert (directory / figure).read_bytes().startswith(b"\x89PNG")
-    found = [occ.History.load(path) for path in directory.glob("*/*/history.npz")]
-    assert len(found) == count
-    assert all(
-        history.finished and history.regret.shape[0] == 2 and not history.uncertified.any()
-        for history in found
-    )
+@pytest.fixture
+def played(tmp_path, capsys):
+    """Run an experiment; its directory has the configuration, the figure and all histories."""
+
+    def run(experiment, figure, count, *said, **options):
+        directory = experiment.main(experiment.Args(**SMALLEST | options, root=tmp_path))
+        config = json.loads((directory / "config.json").read_text())
+        assert config["episodes"] == SMALLEST["episodes"]
+        assert (directory / figure).read_bytes().startswith(b"\x89PNG")
+        found = [occ.History.load(path) for path in directory.glob("*/*/history.npz")]
+        assert len(found) == count
+        for history in found:
+            assert history.finished
+            assert history.regret.shape[0] == 2
+            assert not history.uncertified.any()
+        run.printed = capsys.readouterr().out
+        assert all(text in run.printed for text in said)
+        return directory
+
+    return run
 
 
-def test_best_of_both_worlds(tmp_path, capsys):
-    args = best_of_both_worlds.Args(**ON_MDP, budget=10.0, root=tmp_path)
-    directory = best_of_both_worlds.main(args)
-    check_run(directory, "regret.png", 28)
+def test_best_of_both_worlds(played):
+    said = ("What this run shows", "What it does not show")
+    directory = played(best_of_both_worlds, "regret.png", 28, *said, **ON_MDP, budget=10.0)
     assert len(rows(directory / "growth.csv")) == 28
-    printed = capsys.readouterr().out
-    assert "What this run shows" in printed
-    assert "What it does not show" in printed
-    assert (directory / "report.txt").read_text() in printed
+    assert (directory / "report.txt").read_text() in played.printed
 
 
-def test_corruption(tmp_path, capsys):
-    args = corruption.Args(**ON_MDP, budgets=(5.0, 10.0, 20.0), root=tmp_path)
-    directory = corruption.main(args)
-    check_run(directory, "corruption.png", 16)
+def test_corruption(played):
+    budgets = (5.0, 10.0, 20.0)
+    directory = played(corruption, "corruption.png", 16, "exponent of C", **ON_MDP, budgets=budgets)
     spent = [float(row["spent"]) for row in rows(directory / "corruption.csv")][:4]
-    assert spent == pytest.approx([0, 5, 10, 20])
-    assert "exponent of C" in capsys.readouterr().out
+    assert spent == pytest.approx([0, *budgets])
 
 
-def test_regularizers(tmp_path, capsys):
-    directory = regularizers.main(regularizers.Args(**ON_MDP, root=tmp_path))
-    check_run(directory, "regularizers.png", 14)
+def test_regularizers(played):
+    directory = played(regularizers, "regularizers.png", 14, "lowest regret", **ON_MDP)
     names = {row["learner"] for row in rows(directory / "regularizers.csv")}
     assert names >= {"mine", "Shannon", "hybrid + log-barrier"}
-    assert "lowest regret" in capsys.readouterr().out
 
 
-def test_bandit(tmp_path, capsys):
-    directory = bandit.main(bandit.Args(**SMALLEST, arms=3, runs=200, root=tmp_path))
-    check_run(directory, "bandit.png", 18)
+def test_bandit(played):
+    directory = played(bandit, "bandit.png", 18, "| UCB1 ", arms=3, runs=200)
     for row in rows(directory / "published.csv"):  # 200 runs only, so three half-widths
         published, ours, lower = (float(row[name]) for name in ("published", "ours", "lower"))
         assert abs(published - ours) < 3 * (ours - lower) + 0.05 * published, row
-    assert "| UCB1 " in capsys.readouterr().out
 
 
-def test_unknown(tmp_path, capsys):
-    directory = unknown.main(unknown.Args(**ON_MDP, root=tmp_path))
-    check_run(directory, "unknown.png", 32)
-    found = rows(directory / "unknown.csv")
+def test_unknown(played):
+    directory = played(unknown, "unknown.png", 32, "twin that knows P", **ON_MDP)
+    found, mdp = rows(directory / "unknown.csv"), occ.LayeredMDP.random(2, 2, 2, seed=0)
     assert len(found) == 20
-    assert {row["twin"] for row in found} == set(
-        unknown.twins(unknown.Args(), occ.LayeredMDP.random(2, 2, 2, seed=0))
-    )
-    assert "twin that knows P" in capsys.readouterr().out
+    assert {row["twin"] for row in found} == set(unknown.twins(unknown.Args(), mdp))
 
 
 def test_games_can_be_sent_to_another_process():
@@ -100,7 +96,7 @@ def test_games_can_be_sent_to_another_process():
 
 
 def test_theory(tmp_path, capsys):
-    options = ON_MDP | {"tensorboard": True, "mdps": 2, "sizes": ((1, 1, 2), (2, 2, 2))}
+    options = SMALLEST | ON_MDP | {"tensorboard": True, "mdps": 2, "sizes": ((1, 1, 2), (2, 2, 2))}
     args = theory.Args(**options, root=tmp_path)
     directory = theory.main(args)
     assert json.loads((directory / "config.json").read_text())["episodes"] == 30

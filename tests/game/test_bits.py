@@ -100,26 +100,19 @@ def same(found: occ.History, expected: occ.History, rows=slice(None)) -> None:
             )
 
 
-def check_every_batch(learner: str, losses: str, mdp=MDP) -> None:
+@pytest.mark.parametrize(
+    ("learner", "losses", "mdp"),
+    [
+        *(("importance weighted", losses, "dense") for losses in losses_of(MDP)),
+        *((learner, "bernoulli", "dense") for learner in LEARNERS),
+        *((x, "front", "sparse") for x in ("powers", "mean hints", "optimistic", "euler")),
+        *((x, "front", "one layer") for x in ("powers", "mean hints", "kl-ucb", "euler")),
+    ],
+)
+def test_a_seed_has_the_same_bits_in_every_batch_order_and_number_of_threads(learner, losses, mdp):
     """One or two seeds alone are played in other lanes, compiled anew: below, and in the record."""
-    among = play(learner, losses, [7, 0, 5, 3], mdp, threads=2)
-    same(play(learner, losses, SEEDS, mdp), among, [1, 0, 3])
-
-
-@pytest.mark.parametrize("losses", losses_of(MDP))
-def test_a_seed_has_the_same_bits_in_every_batch_order_and_number_of_threads(losses):
-    check_every_batch("importance weighted", losses)
-
-
-@pytest.mark.parametrize("learner", LEARNERS)
-def test_so_it_has_with_every_learner(learner):
-    check_every_batch(learner, "bernoulli")
-
-
-@pytest.mark.parametrize("mdp", ["sparse", "one layer"])
-@pytest.mark.parametrize("learner", ["powers", "mean hints", "optimistic", "kl-ucb", "euler"])
-def test_so_it_has_in_every_mdp(learner, mdp):
-    check_every_batch(learner, "front", MDPS[mdp])
+    among = play(learner, losses, [7, 0, 5, 3], MDPS[mdp], threads=2)
+    same(play(learner, losses, SEEDS, MDPS[mdp]), among, [1, 0, 3])
 
 
 @pytest.mark.parametrize("learner", ["powers", "reduced variance", "frozen", "optimistic", "ucbvi"])

@@ -72,5 +72,3 @@ def test_bad_input():
     ):
         with pytest.raises(ValueError, match=message):
             occ.compare_learners(MDP, given, LOSSES, 5, **options)
-    with pytest.raises(TypeError, match=r'learners: expected a dictionary, {"name": learner, '):
-        occ.compare_learners(MDP, list(some.values()), LOSSES, 5)

@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -328,28 +329,18 @@ def test_the_callers_learner_is_left_alone(backend):
 
 @pytest.mark.parametrize("backend", ["torch", "engine"])
 def test_one_learner_serves_many_threads(backend):
-    learners = [occ.FTRL(MDP, occ.jin_luo(MDP, beta=0.5)), occ.FollowTheLeader(MDP)]
     episodes = 20 if backend == "torch" else 2000
-    for learner in learners:
-        expected = [
-            occ.simulate(MDP, learner, LOSSES, episodes, (seed,), backend=backend).regret
-            for seed in range(4)
-        ]
-        found, barrier = [None] * 4, threading.Barrier(4)
+    for learner in (occ.FTRL(MDP, occ.jin_luo(MDP, beta=0.5)), occ.FollowTheLeader(MDP)):
+        barrier = threading.Barrier(4)
 
-        def play(seed, learner=learner, found=found, barrier=barrier):
-            barrier.wait()
-            found[seed] = occ.simulate(
-                MDP, learner, LOSSES, episodes, (seed,), backend=backend
-            ).regret
+        def play(seed, learner=learner, wait=int):
+            wait()
+            return occ.simulate(MDP, learner, LOSSES, episodes, (seed,), backend=backend).regret
 
-        threads = [threading.Thread(target=play, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other)
+        expected = [play(seed) for seed in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            found = pool.map(lambda seed, p=play, b=barrier: p(seed, wait=b.wait), range(4))
+            assert all(map(torch.equal, found, expected))
 
 
 def test_a_learner_that_cannot_be_copied_is_named():

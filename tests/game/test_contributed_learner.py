@@ -39,17 +39,6 @@ def test_both_backends_play_the_same_game(contributed, width):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name))
 
 
-def test_a_class_derived_from_it_is_played_by_torch(contributed):
-    class Other(contributed.ExploreFirst):
-        pass
-
-    mdp = occ.LayeredMDP.random(2, 3, 3, seed=0)
-    losses = occ.BernoulliLosses(random_loss(mdp, seed=1))
-    assert occ.simulate(mdp, Other(mdp, 5), losses, 10).backend == "torch"
-    with pytest.raises(ValueError, match="the engine does not know the learner Other"):
-        occ.simulate(mdp, Other(mdp, 5), losses, 10, backend="engine")
-
-
 def test_a_field_that_nothing_fills_is_named(contributed):
     class Incomplete(contributed.ExploreFirst):
         compiled = contributed.CompiledExploreFirst

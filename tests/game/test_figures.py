@@ -1,4 +1,5 @@
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -6,19 +7,16 @@ import torch
 from scipy import stats
 
 import torch_occ as occ
-from torch_occ.game.figures import occupancy_figure, pixels, plot_references, regret_figure
+from torch_occ.game.figures import occupancy_figure, pixels, regret_figure
 from torch_occ.game.history import band, student
-
-matplotlib = pytest.importorskip("matplotlib")
 
 
 def history(regret, episodes):
-    curves = torch.as_tensor(regret, dtype=torch.float64)
-    zeros, table = torch.zeros_like(curves), torch.zeros(len(curves), 1, 1)
-    t = torch.tensor(episodes)
-    seeds = tuple(range(len(curves)))
-    tensors = (t, curves, curves + 1, *[zeros] * 6, t.double(), *[table] * 3)
-    return occ.History(*tensors, seeds, "torch", True, {})
+    curves, t = torch.as_tensor(regret, dtype=torch.float64), torch.tensor(episodes)
+    given = {field.name: torch.zeros_like(curves) for field in fields(occ.History)}
+    given |= {"episodes": t, "regret": curves, "realised_regret": curves + 1, "backend": "torch"}
+    given |= {"seeds": tuple(range(len(curves))), "finished": True, "config": {}}
+    return occ.History(**given)
 
 
 T = [1, 2, 5, 10, 100, 1000, 10000]
@@ -77,12 +75,6 @@ def test_several_runs_share_a_figure_with_one_colour_each():
 def test_short_and_negative_curves_are_drawn_without_warnings(regret):
     short = history(regret, range(1, len(regret[0]) + 1))
     assert pixels(regret_figure(short)).ndim == 3
-
-
-def test_references_alone():
-    axes = matplotlib.figure.Figure().subplots()
-    plot_references(axes, 10.0, 5.0, 1000.0)
-    assert [line.get_ydata()[-1] for line in axes.lines] == pytest.approx([15.0, 50.0])
 
 
 def test_the_heat_map_has_a_panel_a_layer_and_leaves_masked_pairs_out():

@@ -41,14 +41,6 @@ def test_prints_as_a_short_table(history):
     assert str(history.final()) in lines[-1]
 
 
-def test_a_data_frame_has_a_row_for_each_seed_and_checkpoint(history):
-    frame = history.to_dataframe()
-    assert len(frame) == 2 * len(history.episodes)
-    assert set(frame.columns) >= {"seed", "episode", "regret", "realised_regret", "uncertified"}
-    last = frame[(frame.seed == 2) & (frame.episode == 12)]
-    assert last.regret.item() == float(history.regret[1, -1])
-
-
 def test_round_trip(history, tmp_path):
     history.save(tmp_path / "deep" / "history.npz")
     same(history, occ.History.load(tmp_path / "deep" / "history.npz"))

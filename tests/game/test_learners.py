@@ -2,14 +2,12 @@ import math
 
 import pytest
 import torch
-from zoo import random_loss, tensor
+from zoo import random_loss
 
 import torch_occ as occ
 from torch_occ.game.checks import DIAGNOSTICS
-from torch_occ.mdp.occupancy import interior_point, occupancy, optimal_policy
 
 MDP = occ.LayeredMDP.random(horizon=2, width=2, num_actions=2, seed=1)
-BANDIT = occ.LayeredMDP([torch.ones(1, 3, 1, dtype=torch.float64)])
 
 
 def feedback_at(t, n, mdp=MDP):
@@ -69,47 +67,11 @@ def test_o_reps_where_there_is_nothing_to_choose():
     assert torch.equal(learner.propose(1), torch.ones(1, 2, 1, dtype=torch.float64))
 
 
-def one_arm(arm, loss):
-    return occ.Feedback(torch.tensor([[0]]), torch.tensor([[arm]]), tensor([[loss]]), None)
-
-
-def test_follow_the_leader_by_hand():
-    learner = occ.FollowTheLeader(BANDIT)
-    learner.start(1)
-    #        arm, loss -> averages (0 unseen), the first of the best
-    script = [(0, 0.5, 1), (1, 0.2, 2), (2, 0.9, 1), (1, 0.9, 0), (0, 0.8, 1)]
-    assert learner.propose(1).argmax() == 0
-    for t, (arm, loss, leader) in enumerate(script, 1):
-        learner.observe(t, learner.propose(t), one_arm(arm, loss))
-        assert torch.equal(
-            learner.propose(t + 1), torch.eye(3, dtype=torch.float64)[leader][None, None]
-        )
-    torch.testing.assert_close(learner.index(6), tensor([[[0.65, 0.55, 0.9]]]))
-
-
-def test_optimistic_value_iteration_by_hand():
-    learner = occ.OptimisticValueIteration(BANDIT, scale=0.1)
-    learner.start(1)
-    for t, (arm, loss) in enumerate([(0, 0.9), (0, 0.7), (1, 0.05)], 1):
-        learner.observe(t, learner.propose(t), one_arm(arm, loss))
-    bonus = 0.1 * math.sqrt(math.log(100) / 2)
-    torch.testing.assert_close(learner.index(100), tensor([[[0.8 - bonus, 0.0, 0.0]]]))
-    with pytest.raises(ValueError, match="scale"):
-        occ.OptimisticValueIteration(BANDIT, scale=0.0)
+def test_a_bad_floor_is_named():
     with pytest.raises(ValueError, match="floor"):
-        occ.OptimisticValueIteration(BANDIT, floor=0.5)
+        occ.OptimisticValueIteration(MDP, floor=0.5)
     with pytest.raises(ValueError, match="more than one layer"):
         occ.OptimisticValueIteration(MDP, floor=-math.inf)
-
-
-def test_fixed_policies():
-    assert torch.equal(occ.FixedPolicy(MDP).propose(3)[0], interior_point(MDP))
-    policy = optimal_policy(MDP, random_loss(MDP)).policy
-    assert torch.equal(occ.FixedPolicy(MDP, policy).propose(3)[0], occupancy(MDP, policy))
-    assert torch.equal(
-        occ.FixedPolicy.best_in_hindsight(MDP, random_loss(MDP)).propose(1)[0],
-        occupancy(MDP, policy),
-    )
 
 
 def test_a_learner_with_budgets_meets_them_in_every_episode():

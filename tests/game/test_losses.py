@@ -43,31 +43,6 @@ def play(process, episodes, seeds, mdp=MDP, chunk=CHUNK):
 
 
 @every_process
-def test_means_and_draws_stay_in_the_unit_interval(name):
-    process = PROCESSES[name]()
-    means, _ = play(process, 600, (0, 1))
-    for uniform in (
-        torch.zeros_like(means),
-        torch.full_like(means, 1 - 2.0**-53),
-        random_loss(MDP, batch=(600, 2)),
-    ):
-        losses = process.draw(means, uniform)
-        assert losses.shape == means.shape
-        assert bool(((means >= 0) & (means <= 1) & (losses >= 0) & (losses <= 1)).all())
-
-
-@every_process
-@pytest.mark.bits
-def test_a_batch_of_seeds_is_each_seed_alone(name):
-    together, state = play(PROCESSES[name](), 600, (3, 1, 8))
-    for i, seed in enumerate((3, 1, 8)):
-        alone, alone_state = play(PROCESSES[name](), 600, (seed,))
-        assert torch.equal(together[:, i], alone[:, 0])
-        for key, value in alone_state.items():
-            assert torch.equal(state[key][i : i + 1], value), key
-
-
-@every_process
 @pytest.mark.bits
 def test_a_shorter_run_is_the_beginning_of_a_longer_one(name):
     assert torch.equal(
@@ -101,12 +76,6 @@ def test_draws_have_the_mean(noise):
     torch.testing.assert_close(losses.std(0), deviation, rtol=0.05, atol=1e-12)
 
 
-def test_switching_goes_round():
-    means, _ = play(occ.SwitchingLosses(TABLES, 4), 30, (0,))
-    for t in range(30):
-        assert torch.equal(means[t, 0], TABLES[t // 4 % 3])
-
-
 def test_the_walk_is_reflected():
     means, _ = play(occ.RandomWalkLosses(0.4), 2000, (0, 1))
     assert float(means.min()) < 0.01
@@ -117,13 +86,6 @@ def test_the_walk_is_reflected():
     moves = torch.cat([small[:1] - 0.5, small.diff(dim=0)])
     assert abs(float(moves.std()) - 1e-3) < 3e-5
     assert float(moves.abs().max()) < 5e-3
-
-
-def test_the_greedy_adversary_charges_the_favourite():
-    q = interior_point(MDP) * (1 + random_loss(MDP, batch=(4,)))
-    means, _ = occ.GreedyAdversary().means(MDP, {}, 1, 1, q)
-    assert torch.equal(means[0].argmax(-1), q.argmax(-1))
-    assert bool((means.sum(-1) == 1).all())
 
 
 @pytest.mark.parametrize("swing", [0.0, 0.3, 0.9])

@@ -47,19 +47,6 @@ def test_the_shift_is_that_of_the_formula():
         assert float(learner.state["refused"]) == float(share == 0)
 
 
-def test_a_frozen_shift_stays_if_the_ledger_would_exceed_its_limit():
-    learner = shifted_bandit([3.0, 3.0], [1.5, 3.5], [3.0, 60.0], ledger="frozen", budget=7.4)
-    learner.state["shift"] = last = torch.tensor([[[1.9, 0.0]]], dtype=F64)
-    q = learner.propose(11)  # 30 + 1.9 - 1.125 > 7.4 (1 + 3)
-    assert torch.equal(learner.state["shift"], last)
-    assert float(learner.state["ledger"]) == 30.0
-    assert float(learner.state["refused"]) == 1.0
-    step = occ.FTRLStep(learner.mdp, occ.Tsallis() / occ.InverseSqrt(0.85))
-    torch.testing.assert_close(
-        q, step(learner.state["cumulative_loss"] + last, t=11.0).detach(), rtol=1e-9, atol=1e-12
-    )
-
-
 def test_hints_where_q_is_not_small():
     """They begin when eta_t <= 1/4, and serve in estimates where q >= 16 eta_t^2."""
     bandit = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=F64)])
@@ -79,30 +66,9 @@ def test_hints_where_q_is_not_small():
         torch.testing.assert_close(learner.state["cumulative_loss"], expected)
 
 
-def test_regret_against_losses_that_change_once():
-    """Two arms: arm 1 costs 0.2 more at first, and 0.4 less after 40 % of the run."""
-    T, arms = 10_000, occ.LayeredMDP.random(1, 1, 2, seed=0)
-    table = torch.full((T, 1, 2), 0.8, dtype=F64)
-    table[:, 0, 1] = torch.where(torch.arange(1, T + 1) <= 0.4 * T, 1.0, 0.4)
-    learner, losses = occ.recommended(arms), occ.TableLosses(table)
-    history = occ.simulate(arms, learner, losses, T, range(900, 916), backend="engine")
-    assert float(history.regret[:, -1].mean()) < 300  # it was 663 with corrected means
-
-
 def test_bad_input():
     for name, value in (("cap", -1.0), ("cap", math.inf), ("budget", -0.5), ("budget", math.nan)):
         with pytest.raises(ValueError, match=f"{name}: expected a finite number .* got {value}"):
             occ.ShiftedFTRL(MDP, **{name: value})
     with pytest.raises(ValueError, match=r"ledger: expected one of 'hard', .* got 'soft'"):
         occ.ShiftedFTRL(MDP, ledger="soft")
-    for name in (
-        "CorrectedFTRL",
-        "GradientHints",
-        "AdaptiveFTRL",
-        "AdaptiveRates",
-        "Hints",
-        "MeanHints",
-        "Rates",
-    ):
-        with pytest.raises(AttributeError, match=f"{name} was removed: .*use occ"):
-            getattr(occ, name)

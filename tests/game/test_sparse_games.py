@@ -106,33 +106,6 @@ def check_game(mdp, build, losses, episodes=40):
     torch.testing.assert_close(found.last_q, expected.last_q, rtol=1e-8, atol=0)
 
 
-@pytest.mark.parametrize(("regularizer", "name"), GAMES[:7])
-def test_the_step_is_the_same(regularizer, name):
-    """q to 1e-11, and gradients in the loss and the parameters relative to the largest one."""
-    mdp = STORED_SPARSELY[name]()
-    psi = LEARNERS[regularizer](mdp).step.regularizer
-    loss = (10 * random_loss(mdp, seed=5)).requires_grad_()
-    inputs, solutions, gradients = (loss, *psi.parameters()), [], []
-    for backend in ("torch", "engine"):
-        solution = occ.FTRLStep(mdp, psi, backend=backend).solve(loss, 30)
-        weight = torch.rand(
-            solution.q.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64
-        )
-        solutions.append(solution)
-        gradients.append(torch.autograd.grad((weight * solution.q).sum(), inputs))
-    expected, found = solutions
-    assert (expected.backend, found.backend) == ("torch", "engine")
-    torch.testing.assert_close(found.q, expected.q, rtol=1e-11, atol=0)
-    torch.testing.assert_close(
-        found.value,
-        expected.value,
-        rtol=1e-11,
-        atol=1e-11 * float(expected.value.detach().abs().max()),
-    )
-    for own, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-10 * float(other.abs().max()))
-
-
 def test_nothing_as_large_as_a_dense_layer_is_ever_made():
     """A grid whose dense transitions would take 35 GiB, 0.5 GiB for one square of a layer."""
     mdp = wide.grid(90, 3)

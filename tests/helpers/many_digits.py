@@ -1,151 +1,80 @@
 """The FTRL step with many digits: an oracle in mpmath, over Python lists, that shares no code."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import product
-
-import mpmath
 from mpmath import mp, mpf
-from torch import Tensor
 
-import torch_occ as occ
-
-DIGITS = 40
-
-
-@dataclass(frozen=True)
-class Term:
-    """c * alpha^i beta^j ... * sum over x of f(x), with x = offset + row . q; f by f' and f''."""
-
-    slope: Callable[[mpf], mpf]
-    bend: Callable[[mpf], mpf]
-    coefficient: int
-    exponents: dict[str, mpf]
-    rows: list[tuple[int, dict[int, int]]]  # (offset, {pair: factor})
-
-    def weight(self, theta: dict[str, mpf]) -> mpf:
-        powers = [theta[name] ** power for name, power in self.exponents.items()]
-        return mp.fprod([self.coefficient, *powers])
+DIGITS = 60
+STEP = mpf(10) ** -20  # of differences, relative: their errors are below 1e-35
 
 
 class Oracle:
-    """F(q, v) = (grad psi + loss - E'v, E q - b) = 0 by Newton's method over Python lists."""
+    """F(q, v) = (grad psi + loss - E'v, E q - b) = 0 by Newton's method, with differences of F."""
 
-    def __init__(
-        self,
-        mdp: occ.LayeredMDP,
-        loss: Tensor,
-        theta: dict[str, float],
-        terms: str,
-    ) -> None:
+    def __init__(self, mdp, loss, theta, kind):
         self.pairs = [tuple(pair) for pair in mdp.actions.nonzero().tolist()]
-        self.num_states = mdp.num_states
+        self.kind, self.states = kind, range(mdp.num_states)
         self.theta = {name: mpf(value) for name, value in theta.items()}
-        kinds = {"hybrid": self.hybrid, "shannon": self.shannon, "complement": self.complement}
-        self.terms = kinds[terms]()
         self.loss = [mpf(float(loss[pair])) for pair in self.pairs]
-        P = mdp.joint_transitions
-        self.P = [[mpf(float(p)) for p in P[pair]] for pair in self.pairs]  # [pair][next state]
-        self.source = [mpf(0)] * mdp.num_states
-        self.source[: len(mdp.initial)] = [mpf(float(p)) for p in mdp.initial]
+        self.P = [[mpf(float(p)) for p in mdp.joint_transitions[pair]] for pair in self.pairs]
+        self.source = [mpf(float(p)) for p in mdp.initial]
+        self.source += [mpf(0)] * (mdp.num_states - len(self.source))
+        numbered = list(enumerate(self.pairs))
+        self.others = [[j for j, (s, _) in numbered if s == r and j != i] for i, (r, _) in numbered]
 
-    def hybrid(self) -> list[Term]:
-        rest = []
-        for s, a in self.pairs:
-            others = [j for j, (other, b) in enumerate(self.pairs) if other == s and b != a]
-            rest += [(0, dict.fromkeys(others, 1))] if others else []
-        barrier = Term(lambda x: -1 / x, lambda x: x**-2, 1, {"beta": 1}, self.each())
-        return [self.root(-1, {}, self.each()), self.root(-1, {"alpha": 1}, rest), barrier]
+    def slopes(self, q, alpha=0, beta=0, gamma=1, t=1):
+        """The gradient of psi."""
+        weight = mp.sqrt(t) / gamma
+        if self.kind == "shannon":
+            return [weight * (mp.log(x) + 1) for x in q]
+        found = [-weight / (2 * mp.sqrt(x)) for x in q]
+        if self.kind == "complement":
+            return [
+                g + weight * alpha / (2 * mp.sqrt(1 - x)) for g, x in zip(found, q, strict=True)
+            ]
+        roots = [2 * mp.sqrt(sum(q[j] for j in row)) for row in self.others]
+        rest = [sum(weight * alpha / roots[j] for j in row) for row in self.others]
+        return [g - r - beta / x for g, r, x in zip(found, rest, q, strict=True)]
 
-    def shannon(self) -> list[Term]:
-        exponents = {"gamma": -1, "t": mpf(0.5)}
-        return [Term(lambda x: mp.log(x) + 1, lambda x: 1 / x, 1, exponents, self.each())]
-
-    def complement(self) -> list[Term]:
-        rows = [(1, {i: -1}) for i in range(len(self.pairs))]
-        return [self.root(-1, {}, self.each()), self.root(-1, {"alpha": 1}, rows)]
-
-    def each(self) -> list[tuple[int, dict[int, int]]]:
-        return [(0, {i: 1}) for i in range(len(self.pairs))]
-
-    def root(
-        self,
-        coefficient: int,
-        exponents: dict[str, int],
-        rows: list[tuple[int, dict[int, int]]],
-    ) -> Term:
-        slope, bend = lambda x: 1 / (2 * mp.sqrt(x)), lambda x: -1 / (4 * x * mp.sqrt(x))
-        return Term(slope, bend, coefficient, {**exponents, "gamma": -1, "t": mpf(0.5)}, rows)
-
-    def gradient(self, term: Term, q: list[mpf]) -> list[mpf]:
-        """Of the term without its weight."""
-        total = [mpf(0)] * len(q)
-        for offset, row in term.rows:
-            slope = term.slope(offset + sum(factor * q[i] for i, factor in row.items()))
-            for i, factor in row.items():
-                total[i] += factor * slope
-        return total
-
-    def residual(self, q: list[mpf], v: list[mpf]) -> mpmath.matrix:
-        parts = []
-        for term in self.terms:
-            weight = term.weight(self.theta)
-            parts.append([weight * g for g in self.gradient(term, q)])
+    def residual(self, z, theta):
+        q, v = z[: len(self.pairs)], z[len(self.pairs) :]
         ahead = [sum(p * x for p, x in zip(row, v, strict=True)) for row in self.P]
-        rows = zip(*parts, self.loss, self.pairs, ahead, strict=True)
-        dual = [sum(g) + c - v[s] + x for *g, c, (s, _), x in rows]
-        arrived = [sum(self.P[i][s] * x for i, x in enumerate(q)) for s in range(self.num_states)]
-        gone = [mpf(0)] * self.num_states
-        for x, (state, _) in zip(q, self.pairs, strict=True):
-            gone[state] += x
-        flow = [g - a - b for g, a, b in zip(gone, arrived, self.source, strict=True)]
+        rows = zip(self.slopes(q, **theta), self.loss, self.pairs, ahead, strict=True)
+        dual = [g + c - v[s] + x for g, c, (s, _), x in rows]
+        flow = [-b for b in self.source]
+        for x, (state, _), row in zip(q, self.pairs, self.P, strict=True):
+            flow = [f + x * (int(s == state) - row[s]) for s, f in enumerate(flow)]
         return mp.matrix([*dual, *flow])
 
-    def jacobian(self, q: list[mpf]) -> mpmath.matrix:
-        n = len(q)
-        K = mp.zeros(n + self.num_states)
-        for term in self.terms:
-            for offset, row in term.rows:
-                at = offset + sum(factor * q[i] for i, factor in row.items())
-                bend = term.weight(self.theta) * term.bend(at)
-                for (i, x), (j, y) in product(row.items(), row.items()):
-                    K[i, j] += bend * x * y
-        for (i, (state, _)), s in product(enumerate(self.pairs), range(self.num_states)):
-            K[n + s, i] = int(state == s) - self.P[i][s]
-            K[i, n + s] = -K[n + s, i]
+    def slope_in(self, values, key, residual):
+        """The derivative of F in one of the values that it is given."""
+        h, (less, more) = STEP * (abs(values[key]) or 1), (values.copy(), values.copy())
+        less[key] -= h
+        more[key] += h
+        return (residual(more) - residual(less)) / (2 * h)
+
+    def jacobian(self, z):
+        K = mp.zeros(len(z))
+        for i in range(len(z)):
+            K[:, i] = self.slope_in(z, i, lambda z: self.residual(z, self.theta))
         return K
 
-    def solve(self, start: Tensor) -> tuple[list[mpf], list[mpf]]:
-        n = len(self.pairs)
-        q, v = [mpf(float(start[pair])) for pair in self.pairs], [mpf(0)] * self.num_states
+    def solve(self, start):
+        z = [mpf(float(start[pair])) for pair in self.pairs] + [mpf(0)] * len(self.states)
         for _ in range(10):
-            change = mp.lu_solve(self.jacobian(q), -self.residual(q, v))
-            q = [x + dx for x, dx in zip(q, change[:n], strict=True)]
-            v = [x + dx for x, dx in zip(v, change[n:], strict=True)]
-            moved = max(abs(dx / x) for x, dx in zip(q, change[:n], strict=True))
-            if moved < mpf(10) ** (5 - DIGITS):
-                return q, v
+            change = mp.lu_solve(self.jacobian(z), -self.residual(z, self.theta))
+            z = [x + dx for x, dx in zip(z, change, strict=True)]
+            if max(abs(change[i] / z[i]) for i in range(len(self.pairs))) < mpf(10) ** -35:
+                self.K = self.jacobian(z)
+                return z[: len(self.pairs)], z[len(self.pairs) :]
         raise AssertionError("the oracle did not converge")
 
-    def pull_back(
-        self,
-        q: list[mpf],
-        v: list[mpf],
-        q_bar: Tensor,
-        v_bar: Tensor,
-    ) -> dict[str, object]:
+    def pull_back(self, q, v, q_bar, v_bar):
         """The gradient of <q_bar, q> + <v_bar, v> in everything: K' m = z_bar, then - m . dF."""
-        n = len(q)
-        bars = [*(float(q_bar[pair]) for pair in self.pairs), *(float(x) for x in v_bar)]
-        m = mp.lu_solve(self.jacobian(q).T, mp.matrix([mpf(x) for x in bars]))
-        states = range(self.num_states)
-        found: dict[str, object] = {"loss": [-x for x in m[:n]]}
-        found["initial"] = m[n : n + len(self.source)]
-        found["P"] = [[m[n + s] * q[i] - m[i] * v[s] for s in states] for i in range(n)]
-        for name, value in self.theta.items():
-            found[name] = mpf(0)
-            for term in self.terms:
-                rate = term.exponents.get(name, 0) * term.weight(self.theta) / value
-                slopes = self.gradient(term, q)
-                found[name] -= rate * sum(x * g for x, g in zip(m[:n], slopes, strict=True))
+        z, n = [*q, *v], len(q)
+        bars = [*(float(q_bar[pair]) for pair in self.pairs), *map(float, v_bar)]
+        m = mp.lu_solve(self.K.T, mp.matrix(bars))
+        found = {"loss": [-x for x in m[:n]], "initial": m[n:]}
+        found["P"] = [[m[n + s] * q[i] - m[i] * v[s] for s in self.states] for i in range(n)]
+        for name in self.theta:
+            slope = self.slope_in(self.theta, name, lambda theta: self.residual(z, theta))
+            found[name] = -mp.fdot(m, slope)
         return found

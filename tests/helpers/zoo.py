@@ -1,8 +1,8 @@
 """The zoo: regularizers, problems and exact answers.
 
-A new case is registered with one decorator, and then tested everywhere.
+A new case is one entry of REGULARIZERS or has one decorator, and is then tested everywhere.
 
-@regularizer    mdp -> Regularizer
+REGULARIZERS    mdp -> Regularizer
 @problem        () -> Problem
 @exact          () -> Exact, a problem and its regularizer with the answer in closed form
 """
@@ -28,7 +28,6 @@ class Problem(NamedTuple):
     t: float
 
 
-REGULARIZERS: dict[str, Callable[[occ.LayeredMDP], occ.Regularizer]] = {}
 PROBLEMS: dict[str, Callable[[], Problem]] = {}
 
 
@@ -45,7 +44,7 @@ def joins(registry: dict[str, F]) -> Callable[[F], F]:
     return add
 
 
-regularizer, problem = joins(REGULARIZERS), joins(PROBLEMS)
+problem = joins(PROBLEMS)
 
 
 def tensor(*values: object) -> Tensor:
@@ -163,47 +162,6 @@ class Coupled(occ.JointRegularizer):
         return (positive * positive.log()).sum((-2, -1)) + (self.weight * squared).sum((-2, -1))
 
 
-@regularizer
-def tsallis(mdp: occ.LayeredMDP) -> occ.Regularizer:
-    return occ.Tsallis() / occ.InverseSqrt(0.7)
-
-
-@regularizer
-def tsallis_power(mdp: occ.LayeredMDP) -> occ.Regularizer:
-    return 1.5 * occ.Tsallis(0.3)
-
-
-@regularizer
-def hybrid(mdp: occ.LayeredMDP) -> occ.Regularizer:
-    return occ.HybridTsallis(0.6) / occ.Polynomial(0.8, exponent=0.4)
-
-
-@regularizer
-def hybrid_complement(mdp: occ.LayeredMDP) -> occ.Regularizer:
-    return occ.HybridComplement(0.9) / occ.InverseSqrt()
-
-
-@regularizer
-def shannon(mdp: occ.LayeredMDP) -> occ.Regularizer:
-    return occ.Shannon() / occ.Constant(0.8)
-
-
-@regularizer
-def conditional_entropy(mdp: occ.LayeredMDP) -> occ.Regularizer:
-    return occ.ConditionalEntropy() / occ.InverseSqrt(1.3)
-
-
-@regularizer
-def log_barrier(mdp: occ.LayeredMDP) -> occ.Regularizer:
-    return occ.LogBarrier(0.4)
-
-
-@regularizer
-def jin_luo(mdp: occ.LayeredMDP) -> occ.Regularizer:
-    return occ.jin_luo(mdp, beta=0.3)
-
-
-@regularizer
 def per_place(mdp: occ.LayeredMDP) -> occ.Regularizer:
     """Parameters with one value per layer, state and pair."""
     states = torch.arange(mdp.num_states, dtype=mdp.dtype)
@@ -214,7 +172,6 @@ def per_place(mdp: occ.LayeredMDP) -> occ.Regularizer:
     return occ.HybridTsallis(alpha) / occ.InverseSqrt(gamma) + occ.LogBarrier(beta)
 
 
-@regularizer
 def long_sum(mdp: occ.LayeredMDP) -> occ.Regularizer:
     """Sums of sums, a schedule that multiplies, and one schedule shared by two terms."""
     eta = occ.InverseSqrt(0.9)
@@ -225,24 +182,22 @@ def long_sum(mdp: occ.LayeredMDP) -> occ.Regularizer:
     )
 
 
-@regularizer
-def custom_separable(mdp: occ.LayeredMDP) -> occ.Regularizer:
-    return SmoothedHybrid(0.5) / occ.InverseSqrt()
-
-
-@regularizer
-def custom_statewise(mdp: occ.LayeredMDP) -> occ.Regularizer:
-    return Centred(0.7) / occ.InverseSqrt() + occ.LogBarrier(0.1)
-
-
-@regularizer
-def custom_joint(mdp: occ.LayeredMDP) -> occ.Regularizer:
-    return Coupled(0.5) / occ.InverseSqrt()
-
-
-@regularizer
-def all_levels(mdp: occ.LayeredMDP) -> occ.Regularizer:
-    return Coupled(0.5) + Centred(0.3) / occ.InverseSqrt() + SmoothedHybrid(0.4)
+REGULARIZERS: dict[str, Callable[[occ.LayeredMDP], occ.Regularizer]] = {
+    "tsallis": lambda mdp: occ.Tsallis() / occ.InverseSqrt(0.7),
+    "tsallis_power": lambda mdp: 1.5 * occ.Tsallis(0.3),
+    "hybrid": lambda mdp: occ.HybridTsallis(0.6) / occ.Polynomial(0.8, exponent=0.4),
+    "hybrid_complement": lambda mdp: occ.HybridComplement(0.9) / occ.InverseSqrt(),
+    "shannon": lambda mdp: occ.Shannon() / occ.Constant(0.8),
+    "conditional_entropy": lambda mdp: occ.ConditionalEntropy() / occ.InverseSqrt(1.3),
+    "log_barrier": lambda mdp: occ.LogBarrier(0.4),
+    "jin_luo": lambda mdp: occ.jin_luo(mdp, beta=0.3),
+    "custom_separable": lambda mdp: SmoothedHybrid(0.5) / occ.InverseSqrt(),
+    "custom_statewise": lambda mdp: Centred(0.7) / occ.InverseSqrt() + occ.LogBarrier(0.1),
+    "custom_joint": lambda mdp: Coupled(0.5) / occ.InverseSqrt(),
+    "all_levels": lambda mdp: Coupled(0.5) + Centred(0.3) / occ.InverseSqrt() + SmoothedHybrid(0.4),
+    "per_place": per_place,
+    "long_sum": long_sum,
+}
 
 
 # -- problems ----------------------------------------------------------------------------------

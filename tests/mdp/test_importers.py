@@ -68,27 +68,6 @@ def test_an_environment_is_its_table(name, horizon, options):
     assert bool(mdp.reachable.all())
 
 
-def test_the_end_waits_with_one_action_and_the_loss_of_no_reward():
-    mdp = occ.LayeredMDP.from_gymnasium("CliffWalking-v1", 15)
-    over = mdp.origin == ABSORBING
-    assert over.sum() == 2  # the goal is 13 steps away
-    assert mdp.actions[over].sum(-1).tolist() == [1, 1]
-    assert mdp.actions[~over].all()
-    assert mdp.reward_range == (-100.0, 0.0)
-    assert mdp.loss[over][:, 0].tolist() == [0.0, 0.0]
-    assert sorted(mdp.loss[~over].unique().tolist()) == [0.01, 1.0]
-    lake = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 8)
-    assert (lake.loss[lake.origin == ABSORBING][:, 0] == 1.0).all()
-
-
-def test_regret_in_both_units():
-    mdp = occ.LayeredMDP.from_gymnasium("CliffWalking-v1", 4)
-    uniform = occ.occupancy(mdp, occ.uniform_policy(mdp))
-    best = occ.occupancy(mdp, occ.optimal_policy(mdp, mdp.loss).policy)
-    regret = mdp.regret_in_rewards(((uniform - best) * mdp.loss).sum())
-    torch.testing.assert_close(regret, mdp.expected_return(best) - mdp.expected_return(uniform))
-
-
 def test_it_survives_pickling_for_other_processes_and_conversion():
     mdp = occ.LayeredMDP.from_gymnasium("FrozenLake-v1", 4, 3)
     assert mdp.origin[0] == 3

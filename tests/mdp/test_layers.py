@@ -8,7 +8,6 @@ import torch
 from zoo import expect, mdps, random_loss, random_policy
 
 import torch_occ as occ
-from torch_occ.mdp.occupancy import LayeredFlow, flow_of
 
 F64 = torch.float64
 LAYOUTS = {
@@ -94,19 +93,6 @@ def test_copies_and_files_after_use():
 
 
 # -- the same functions ------------------------------------------------------------------------
-
-
-@every_mdp
-@pytest.mark.parametrize("leading", [(), (1,), (5,), (2, 3)])
-def test_the_flow_is_the_same(build, leading):
-    mdp = build()
-    dense, sparse = LayeredFlow(mdp), flow_of(mdp.to_sparse())
-    x, v = random_loss(mdp, batch=leading), random_loss(mdp, seed=1, batch=leading).sum(-1)
-    policy = random_policy(mdp, *leading)
-    close(sparse.inflow(x), dense.inflow(x))
-    close(sparse.lookahead(v), dense.lookahead(v))
-    close(sparse.forward(policy, v), dense.forward(policy, v))
-    close(sparse.backward(policy, v), dense.backward(policy, v))
 
 
 @every_mdp

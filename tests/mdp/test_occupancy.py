@@ -5,7 +5,7 @@ import torch
 from zoo import PROBLEMS, expect, mdps, random_loss, random_policy
 
 import torch_occ as occ
-from torch_occ.mdp.occupancy import DENSE_STATES, DenseFlow, LayeredFlow, flow_of, flow_source
+from torch_occ.mdp.occupancy import DenseFlow, LayeredFlow, flow_source
 
 F64 = torch.float64
 
@@ -65,12 +65,6 @@ def test_the_adjoint_is_the_adjoint(build):
     adjoint = occ.mdp.flow_adjoint(mdp, v)
     close((E_q * v).sum(-1), (q * adjoint).sum((-2, -1)))
     assert not bool(adjoint[..., ~mdp.actions].any())
-
-
-def test_the_representation_is_chosen_by_size():
-    assert isinstance(flow_of(occ.LayeredMDP.random(2, DENSE_STATES - 1, 1), 1), DenseFlow)
-    assert isinstance(flow_of(occ.LayeredMDP.random(2, DENSE_STATES, 1), 1), LayeredFlow)
-    assert isinstance(flow_of(occ.LayeredMDP.random(2, DENSE_STATES // 2, 1), 5), LayeredFlow)
 
 
 def test_joint_transitions_hold_every_layer_in_its_place():

@@ -151,3 +151,13 @@ def test_a_table_has_numbers_and_names():
 
     with expect("Weighted.table: expected numbers and names", "tensor", error=TypeError):
         occ.FTRLStep(point()[1], Weighted())
+
+
+def test_a_new_schedule_is_a_forward():
+    class Halving(occ.Schedule):
+        def forward(self, t):
+            return 0.5**t
+
+    q = torch.tensor([[0.25, 0.75]], dtype=F64)
+    psi = occ.Shannon() / Halving()
+    torch.testing.assert_close(psi(q, 3.0), 8 * occ.Shannon()(q), rtol=1e-15, atol=0)

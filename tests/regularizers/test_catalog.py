@@ -69,21 +69,3 @@ def test_only_the_arguments_in_use_are_read():
     several = occ.ConditionalEntropy() / 2 + occ.HybridTsallis(1.0) + occ.LogBarrier()
     assert tuple(several.read(*point("masked"))) == ("pair", "rest", "state")
     assert tuple(occ.HybridComplement().read(*point("masked"))) == ("pair", "complement")
-
-
-@pytest.mark.parametrize("problem", ["layers", "masked", "bandit"])
-@pytest.mark.parametrize("t", [1.0, 1e6])
-def test_jin_luo_with_the_constants_of_the_paper(problem, t):
-    mdp, q = point(problem)
-    psi = occ.jin_luo(mdp)
-    parameters = sorted(x.item() for x in psi.parameters())
-    assert parameters == sorted([mdp.num_actions**-0.5, 64.0 * mdp.horizon, 1.0])
-    hybrid = occ.HybridTsallis(mdp.num_actions**-0.5)(q, 1.0, mdp)
-    barrier = occ.LogBarrier(64.0 * mdp.horizon)(q, 1.0, mdp)
-    torch.testing.assert_close(psi(q, t, mdp), t**0.5 * hybrid + barrier, rtol=1e-14, atol=0)
-
-
-def test_jin_luo_fits_an_mdp_in_single_precision():
-    mdp = occ.LayeredMDP.random(2, 2, 2, dtype=torch.float32)
-    q = occ.FTRLStep(mdp, occ.jin_luo(mdp))(torch.zeros(3, 2), 1)
-    assert q.dtype == torch.float32

@@ -1,10 +1,10 @@
 import pytest
 import torch
 from torch.autograd.functional import hessian as autograd_hessian
-from zoo import PROBLEMS, REGULARIZERS, Centred, Coupled, random_point
+from zoo import PROBLEMS, REGULARIZERS, random_point
 
 import torch_occ as occ
-from torch_occ.regularizers.derivatives import Blocks, Evaluator, Full, Separable, derivatives
+from torch_occ.regularizers.derivatives import Evaluator, derivatives
 
 F64 = torch.float64
 SMALL = ["contexts", "masked", "no_choice", "layers"]
@@ -65,27 +65,6 @@ def test_a_batch_is_its_elements(name):
         alone = derive(mdp, psi, q[i], t[i])
         close([found.gradient[i]], [alone.gradient], 1e-15)
         close([found.hessian.to_full().matrix[i]], [alone.hessian.to_full().matrix], 1e-15)
-
-
-# -- levels together -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("problem", ["masked", "layers"])
-@pytest.mark.parametrize(
-    ("levels", "kind"),
-    [("aa", Separable), ("ba", Blocks), ("bb", Blocks), ("ca", Full), ("abc", Full)],
-)
-def test_sums_of_levels(levels, kind, problem):
-    mdp, q = point(problem)
-    parts = {
-        "a": occ.HybridTsallis(0.5) / occ.InverseSqrt(),
-        "b": Centred(0.3) * 2,
-        "c": Coupled(0.5),
-    }
-    found = derive(mdp, sum(parts[level] for level in levels), q, 4.0)
-    assert type(found.hessian) is kind
-    separate = [on_pairs(mdp, derive(mdp, parts[level], q, 4.0)) for level in levels]
-    close(on_pairs(mdp, found), [sum(x) for x in zip(*separate, strict=True)], 1e-14)
 
 
 # -- parameters from outside -----------------------------------------------------------------------

@@ -233,21 +233,6 @@ def test_parameters_of_different_batch_shapes_broadcast(level):
     assert [x.shape for x in found] == [x.shape for x in psi.parameters()]
 
 
-@at_all_levels
-@pytest.mark.parametrize("size", [3, 4, 12])
-def test_parameters_may_have_a_batch_where_q_has_none(level, size):
-    mdp, values = MDPS["cube"], parameters((size,), only=("beta", "mix"))
-    psi, q = LEVELS[level](mdp, **values), random_point(mdp, seed=7)
-
-    def found(psi):
-        value, solution = psi(q, 1.0, mdp), occ.FTRLStep(mdp, psi)(5 * q)
-        return torch.cat([value[..., None], solution.flatten(-2)], -1).detach()
-
-    close(found(psi), each(lambda _, x: found(built_in(mdp, **x)), values, (size,)), 1e-10)
-    with expect("batched parameters need a batch of q"):
-        derive(mdp, psi, q)
-
-
 # -- under transforms ------------------------------------------------------------------------------
 
 
@@ -313,19 +298,6 @@ def test_all_modes_of_differentiation_agree_with_the_built_in_twin(level):
         close(x, y, 1e-10)
 
 
-# -- where parameters come in batches --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", STEPS)
-@pytest.mark.parametrize("size", [3, 9])
-def test_a_forecast_under_vmap_does_not_take_its_dimension_for_pairs(level, size):
-    mdp = MDPS["contexts"]
-    psi = STEPS[level](mdp, **parameters(()))
-    means = 0.1 + 0.8 * random_loss(mdp, batch=(size,))
-    found = torch.func.vmap(lambda mean: occ.forecast(mdp, psi, mean, 100).final)(means)
-    close(found.detach(), occ.forecast(mdp, psi, means, 100).final.detach(), 1e-10)
-
-
 # -- what counts as a parameter with a batch -------------------------------------------------------
 
 
@@ -382,33 +354,6 @@ def test_parameters_that_are_set_as_attributes_keep_their_own_shape():
     close(found.detach(), alone.detach(), 1e-12)
     for twin in (copy.deepcopy(psi), 1.0 * psi, psi / 2 + psi / 2):
         close(occ.FTRLStep(mdp, twin)(loss).detach(), alone.detach(), 1e-12)
-
-
-class Roundabout(occ.SeparableRegularizer):
-    """Reads its parameters through closures, by name, and inside another module."""
-
-    def __init__(self, strength, inner):
-        super().__init__(strength=strength)
-        self.inner, self.term = inner, lambda x: -self.strength * x.sqrt()
-
-    def pair(self, x):
-        everything, (first, _) = dict(self.named_parameters()), self.parameters()
-        return (
-            self.term(x)
-            + self.inner.term(x)
-            + everything["inner.strength"] * x**2
-            - first * x.log()
-        )
-
-
-def test_a_parameter_can_be_read_in_any_way():
-    mdp, a, b = MDPS["contexts"], some((3,), 0), some((3, 1), 1)
-    inner = Roundabout(b, None)
-    q = random_point(mdp, 3, 3, seed=7)
-    found = derive(mdp, Roundabout(a, inner), q).gradient
-    a, b = a[:, None, None], b[..., None, None]
-    close(found, -(a + b) / (2 * q.sqrt()) + 2 * b * q - a / q, 1e-13)
-    assert torch.equal(inner.strength, some((3, 1), 1))
 
 
 # -- what cannot be done says so -------------------------------------------------------------------

@@ -42,24 +42,6 @@ def varied(batch=()):
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", ["torch", "engine"])
-def test_equal_values_are_a_scalar(kind, backend):
-    psi = occ.jin_luo(MDP, KINDS[kind](MDP, 0.5), KINDS[kind](MDP, 2.0), KINDS[kind](MDP, 1.5))
-    scalar = occ.jin_luo(MDP, 0.5, 2.0, 1.5)
-    steps = [occ.FTRLStep(MDP, x, backend=backend) for x in (psi, scalar)]
-    t = torch.tensor([3.0, 40.0], dtype=F64)
-    for episode in (7.0, t):
-        found, expected = (step(LOSS, episode) for step in steps)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
-        each, total = (
-            torch.autograd.grad(q[..., 0, 0].sum(), list(step.parameters()))
-            for q, step in zip((found, expected), steps, strict=True)
-        )
-        # The derivative in a scalar is the sum of those in its copies.
-        torch.testing.assert_close([x.sum() for x in each], list(total), rtol=1e-9, atol=1e-13)
-
-
 @pytest.mark.parametrize("name", varied())
 def test_backends_agree_with_derivatives(name):
     psi = varied()[name]
@@ -119,16 +101,6 @@ def test_users_functions_see_them_spread():
         torch.testing.assert_close(q, same, rtol=1e-10, atol=1e-14)
     with expect("one value per pair", "one value per state"):
         occ.FTRLStep(MDP, Mine(strength=random("pair", 0.5, 1.0)))(LOSS)
-
-
-def test_forecasts():
-    psi, scalar = occ.jin_luo(MDP, 0.5, occ.PerState(MDP, 1.0), 1.0), occ.jin_luo(MDP, 0.5, 1.0)
-    losses = occ.BernoulliLosses(MEAN)
-    found, expected = (occ.forecast(MDP, x, losses, 300).final for x in (psi, scalar))
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    each = torch.autograd.grad(found, psi.terms[1].beta)[0]
-    total = torch.autograd.grad(expected, scalar.terms[1].beta)[0]
-    torch.testing.assert_close(each.sum(), total, rtol=1e-7, atol=1e-9)
 
 
 def test_they_are_tuned_entry_by_entry():

@@ -4,10 +4,9 @@ import math
 
 import numpy as np
 import pytest
-import rival_oracles as oracles
 import torch
 from scipy.optimize import linprog
-from zoo import PROBLEMS, random_loss
+from zoo import PROBLEMS, Kept, random_loss
 
 import torch_occ as occ
 from torch_occ.rivals import beliefs
@@ -26,47 +25,34 @@ def random_counts(mdp, seed=0, most=6):
 
 
 def test_transitions_are_counted_and_epochs_double():
-    """Loops over seeds and layers: m_i stays until a visited pair reaches max(1, 2 m_i)."""
+    """Loops over seeds: m_i stays until a visited pair reaches max(1, 2 m_i)."""
     mdp = PROBLEMS["layers"]().mdp
-    table = [torch.zeros(2, *shape).double() for shape in beliefs.transition_shapes(mdp)]
-    began = {0: [], 1: []}
 
     class Loop(R.CountingLearner):
         def propose_policy(self, t):
             return occ.uniform_policy(self.mdp)[None]
 
         def observe(self, t, q, feedback):
-            before = {name: value.clone() for name, value in self.state.items()}
-            new = self.record(t, feedback)
+            before, new = dict(self.state), self.record(t, feedback)
+            counts = beliefs.split_transitions(mdp, self.state["counts"])
+            assert torch.equal(torch.cat([m.sum(-1) for m in counts], -2), self.state["visits"])
+            empirical = R.empirical_transitions(mdp, counts)
             for i in range(2):
-                pairs = list(zip(feedback.states[i].tolist(), feedback.actions[i], strict=True))
-                local = [
-                    s - here.start for (s, _), here in zip(pairs, mdp.layer_slices, strict=True)
-                ]
-                for k, (s, after) in enumerate(zip(local, [*local[1:], 0], strict=True)):
-                    table[k][i, s, pairs[k][1], after] += 1
+                pairs = list(zip(feedback.states[i], feedback.actions[i], strict=True))
                 now, then = self.state["visits"][i], before["epoch_visits"][i]
                 assert bool(new[i]) == any(now[s, a] >= max(1, 2 * then[s, a]) for s, a in pairs)
+                for s, a in pairs:
+                    assert now[s, a] == before["visits"][i, s, a] + 1
+                expected = {name: before[name][i] for name in ("epochs", "belief", "epoch_start")}
                 if bool(new[i]):
-                    began[i].append(t + 1)
-                    assert torch.equal(self.state["epoch_visits"][i], now)
-                    assert float(self.state["epoch_start"][i]) == t + 1
-                    empirical = R.empirical_transitions(mdp, [m[i] for m in table])
-                    assert all(map(torch.equal, (p[i] for p in self.transitions()), empirical))
-                else:
-                    for name in ("epoch_visits", "belief", "epochs", "epoch_start"):
-                        assert torch.equal(self.state[name][i], before[name][i])
-                assert float(self.state["epochs"][i]) == 1 + len(began[i])
-            counted = beliefs.split_transitions(mdp, self.state["counts"])
-            assert all(map(torch.equal, table, counted))
-            visits = torch.cat([layer.sum(-1) for layer in table], -2)
-            assert torch.equal(visits, self.state["visits"])
+                    expected = {"epochs": expected["epochs"] + 1, "epoch_visits": now}
+                    expected["belief"] = beliefs.join_transitions([p[i] for p in empirical])
+                    expected["epoch_start"] = torch.tensor(t + 1.0, dtype=now.dtype)
+                for name, x in expected.items():
+                    assert torch.equal(self.state[name][i], x), name
 
-    assert occ.simulate(
-        mdp, Loop(mdp), occ.BernoulliLosses(random_loss(mdp)), 200, range(2)
-    ).finished
-    limit = mdp.num_pairs * (1 + math.log2(200))
-    assert all(5 < len(starts) <= limit for starts in began.values())
+    losses = occ.BernoulliLosses(random_loss(mdp))
+    assert occ.simulate(mdp, Loop(mdp), losses, 200, range(2)).finished
 
 
 def test_empirical_transitions_by_hand():
@@ -168,15 +154,23 @@ def by_linear_programming(mdp, policy, transitions, widths, target):
     return -found.fun
 
 
-@pytest.mark.parametrize("case", [*range(4), "masked", "contexts", "layers"])
-def test_upper_occupancy_bounds_are_those_of_the_linear_program(case):
-    """Those of the oracle, with which UOBREPS and UnknownFTRL play the same game."""
-    mdp, seed = (MDP, case) if isinstance(case, int) else (PROBLEMS[case]().mdp.to_dense(), 3)
-    m = random_counts(mdp, seed, most=(4, 30, 400, 10_000)[seed])
-    P, visits = R.empirical_transitions(mdp, m), torch.cat([layer.sum(-1) for layer in m])
-    B = oracles.widths_of(R.Widths.of("practical", mdp), mdp, P, visits)
-    policy = random_loss(mdp, seed=seed) ** 3 * mdp.actions
-    policy = policy / policy.sum(-1, keepdim=True)
-    found = oracles.upper_occupancy(mdp, policy, P, B)
-    expected = [by_linear_programming(mdp, policy, P, B, s) for s in range(mdp.num_states)]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9)
+@pytest.mark.parametrize("episodes", [2, 10, 60, 400])
+@pytest.mark.parametrize("problem", ["dense", "masked", "contexts", "layers"])
+def test_upper_occupancy_bounds_are_those_of_the_linear_program(problem, episodes):
+    """Losses of 1 add 1 / u(s, a) to the visited pairs, so two runs show u of the last episode."""
+    mdp = MDP if problem == "dense" else PROBLEMS[problem]().mdp
+    losses, ends = occ.TableLosses(torch.ones(episodes, *mdp.actions.shape).double()), []
+    learner = R.UnknownFTRL(mdp, occ.Tsallis(), widths=R.Widths.of("practical", mdp))
+    for length in (episodes - 1, episodes):
+        kept = Kept()
+        history = occ.simulate(mdp, learner, losses, length, callbacks=[kept])
+        ends.append({name: x[0] for name, x in kept.learner.state.items()})
+    last, now = ends
+    policy = occ.policy_of(mdp, history.last_q[0])
+    P, B = (beliefs.split_transitions(mdp, last[x]) for x in ("belief", "widths"))
+    visited = (now["visits"] - last["visits"]).nonzero().tolist()
+    assert len(visited) == mdp.horizon
+    for s, a in visited:
+        u = 1 / float(now["cumulative_loss"][s, a] - last["cumulative_loss"][s, a])
+        expected = float(policy[s, a]) * by_linear_programming(mdp, policy, P, B, s)
+        assert u == pytest.approx(expected, rel=1e-7)

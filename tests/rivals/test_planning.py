@@ -1,7 +1,5 @@
 """Optimistic planning and posterior sampling: bounds by hand, and what they promise."""
 
-import math
-
 import numpy as np
 import pytest
 import rival_oracles as oracles
@@ -56,42 +54,6 @@ def test_lower_values_are_below_the_optimal_ones(name):
     assert bool((found > 0).any())
 
 
-def test_lower_bounds_never_fall_as_printed():
-    losses = occ.BernoulliLosses(0.1 * MEAN)
-    for name, falls in (("hoeffding", False), ("bernstein", False), ("sharp", True)):
-        learner = OPTIMISTS[name](MDP)
-        learner.delta = 0.999  # bounds above zero
-        learner.log = lambda t: torch.full_like(t, 1e-3)
-        found = lower_bounds(MDP, learner, losses, 60, 3, range(1, 61))
-        assert bool((found[1:] < found[:-1]).any()) == falls
-        assert bool(found.any())
-
-
-def test_strong_optimism_means_no_positive_surplus():
-    """Q_lower <= loss + P V_lower with the true P, wherever Q_lower is not clipped at 0."""
-    losses = occ.BernoulliLosses(MEAN)
-    lower = lower_bounds(MDP, R.StrongEuler(MDP), losses, 20_000, 20)
-    value = lower.amin(-1)
-    for k, P in enumerate(MDP.transitions[:-1]):
-        here, after = MDP.layer_slices[k], MDP.layer_slices[k + 1]
-        low = lower[..., here, :]
-        ahead = torch.einsum("sap,cnp->cnsa", P, value[..., after])
-        assert float(torch.where(low > 0, low - MEAN[here] - ahead, -1.0).max()) <= 0
-    assert bool((lower[..., MDP.layer_slices[1], :] > 0).any())
-
-
-def test_known_corruption_keeps_the_bounds_valid():
-    """The budget makes the optimal actions look bad; the bonus covers it, and only then."""
-    mdp = occ.LayeredMDP.random(2, 2, 2, seed=4)
-    mean = random_loss(mdp, seed=5) * 0.5
-    best = occ.optimal_policy(mdp, mean).value
-    losses = occ.Corrupted(occ.BernoulliLosses(mean), 200.0, "targeted", target=mean)
-    for known in (0.0, 200.0):
-        learner = R.UCBVI(mdp, bonus="sharp", corruption=known)
-        value = lower_bounds(mdp, learner, losses, 400, 50).amin(-1)
-        assert bool((value > best + 1e-12).any()) == (known == 0)
-
-
 def test_slow_layers_keep_the_optimal_actions():
     """With C = 400, no layer with 2^r >= C excludes the best arm, and they exclude the other."""
     bandit = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)])
@@ -109,22 +71,11 @@ def test_slow_layers_keep_the_optimal_actions():
 
 
 def test_layers_are_drawn_with_halving_probabilities():
-    oracle = oracles.MultiLayerUCBVI(R.MultiLayerUCBVI(MDP, 60))
-    oracle.seeds = tuple(range(20_000))
-    shares = torch.bincount(torch.from_numpy(oracle.drawn(5)), minlength=6) / 20_000
+    learner, kept = R.MultiLayerUCBVI(MDP, 60), Kept()
+    occ.simulate(MDP, learner, occ.BernoulliLosses(MEAN), 1, range(20_000), callbacks=[kept])
+    shares = kept.learner.state["visits"][:, :, 0].sum(-1).mean(0)  # all begin in state 0
     expected = torch.tensor([1 / 2 + 1 / 64, *(0.5**r for r in range(2, 7))])
-    torch.testing.assert_close(shares, expected, rtol=0, atol=4 * (0.25 / 20_000) ** 0.5)
-
-
-def test_the_logarithm_of_the_printed_bonuses_is_that_of_the_paper():
-    learner = R.UCBVI(MDP, 1000, delta=0.05)
-    t = torch.tensor([1.0, 900.0], dtype=torch.float64)
-    assert learner.log(t).tolist() == [math.log(5 * 7 * 3 * (3 * 1000) / 0.05)] * 2
-    expected = [math.log(2 * 7 * 3 * t**2 / 0.1) for t in (1, 900)]
-    assert R.EULER(MDP).log(t).tolist() == pytest.approx(expected, rel=1e-15)
-    layers = R.MultiLayerUCBVI(MDP, 1000)
-    assert layers.logarithm == pytest.approx(math.log(4 * 21 * 11 * 1000 / 0.1))
-    assert layers.corruption == pytest.approx(2 * math.log(2 * 3 * 10 / 0.1) + 6)
+    torch.testing.assert_close(shares, expected.double(), rtol=0, atol=4 * (0.25 / 20_000) ** 0.5)
 
 
 # -- KL-UCB ----------------------------------------------------------------------------------------
@@ -165,8 +116,6 @@ def test_indices_between_visits():
 
 # -- variates --------------------------------------------------------------------------------------
 
-SHAPES = (0.05, 1 / 3, 1.0, 1.5, 7.0, 300.0, 1e6)
-
 
 @njit
 def drawn_gammas(keys, shape):
@@ -174,46 +123,32 @@ def drawn_gammas(keys, shape):
 
 
 @njit
-def drawn_betas(seed, t, a, b):
-    """Keys, and Beta variates."""
-    key = draws.episode_key(seed, t)
-    keys = [draws.key_of(key, item) for item in range(len(a))]
-    return keys, [draws.beta(key, i, a[i], b[i]) for i in range(len(a))]
+def drawn(seeds, t, a, b):
+    """Keys, and Beta variates, for every seed and item."""
+    keys, betas = np.zeros((len(seeds), len(a)), np.uint64), np.zeros((len(seeds), len(a)))
+    for n, seed in enumerate(seeds):
+        episode = draws.episode_key(seed, t)
+        for i in range(len(a)):
+            keys[n, i] = draws.key_of(episode, i)
+            betas[n, i] = draws.beta(episode, i, a[i], b[i])
+    return keys, betas
 
 
-def test_uniform_numbers_of_other_keys_are_other_numbers():
-    keys = np.stack([oracles.keys_of((0, 1, 2**62), t, 50) for t in (0, 1, 2, 10**6)])
-    numbers = np.stack([oracles.uniform(keys, counter) for counter in range(50)])
-    assert len(np.unique(numbers)) == numbers.size
-    assert stats.kstest(numbers.ravel(), "uniform").pvalue > 1e-3
+def test_keys_of_other_seeds_episodes_and_items_are_other_keys():
+    ones, seeds = np.ones(50), np.array([0, 1, 2**62])
+    keys = np.stack([drawn(seeds, t, ones, ones)[0] for t in (0, 1, 2, 10**6)])
+    assert len(np.unique(keys)) == keys.size
 
 
-@pytest.mark.bits
-def test_keys_are_those_of_the_oracle():
-    keys = oracles.keys_of((0, 3, 2**62), 12_345, 7)
-    for n, seed in enumerate((0, 3, 2**62)):
-        found, _ = drawn_betas(seed, 12_345, np.ones(7), np.ones(7))
-        assert found == keys[n].tolist()
+@pytest.mark.parametrize("shape", [0.05, 1 / 3, 1.0, 1.5, 7.0, 300.0, 1e6])
+def test_gammas_have_the_distribution(shape):
+    keys, _ = drawn(np.arange(20), 4, np.ones(1000), np.ones(1000))
+    assert stats.kstest(drawn_gammas(keys.ravel(), shape), stats.gamma(shape).cdf).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_gammas_have_the_distribution_and_are_those_of_the_oracle(shape):
-    keys = oracles.keys_of(range(20), 4, 1000)
-    found = drawn_gammas(keys.ravel(), shape)
-    assert stats.kstest(found, stats.gamma(shape).cdf).pvalue > 1e-3
-    expected = oracles.gammas(keys[0], np.full(1000, shape))
-    np.testing.assert_allclose(found[:1000], expected, rtol=1e-11)
-
-
-def test_betas_have_the_distribution_and_are_those_of_the_oracle():
-    a, b = (
-        torch.tensor([x] * 4000, dtype=torch.float64)
-        for x in ([1.0, 3.0, 40.0, 9e5], [1.0, 0.5, 70.0, 1e5])
-    )
-    found = oracles.betas(range(4000), 77, a, b).numpy()
+def test_betas_have_the_distribution():
+    a, b = np.array([1.0, 3.0, 40.0, 9e5]), np.array([1.0, 0.5, 70.0, 1e5])
+    _, found = drawn(np.arange(4000), 77, a, b)
     for i in range(4):
-        expected = stats.beta(float(a[0, i]), float(b[0, i]))
-        assert stats.kstest(found[:, i], expected.cdf).pvalue > 1e-3
-    _, compiled = drawn_betas(3999, 77, a[0].numpy(), b[0].numpy())
-    np.testing.assert_allclose(compiled, found[3999], rtol=1e-11)
+        assert stats.kstest(found[:, i], stats.beta(a[i], b[i]).cdf).pvalue > 1e-3
     assert np.abs(np.corrcoef(found.T) - np.eye(4)).max() < 0.08

@@ -1,4 +1,4 @@
-"""The step and all its gradients against the same equations solved with 40 digits."""
+"""The step and all its gradients against the same equations solved with 60 digits."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def numbers(values: list[mpf]) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_forty_digits(case):
+def test_sixty_digits(case):
     kind, mdp, scale, t, theta, rare = CASES[case]
     step = occ.FTRLStep(mdp, build(kind, theta))
     loss, episode = random_loss(mdp, scale).requires_grad_(), tensor(t).requires_grad_()

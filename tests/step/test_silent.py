@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from zoo import contexts, corridor, layers
 
 import torch_occ as occ
 from torch_occ import Status
@@ -211,3 +212,41 @@ def test_a_compiled_transform_says_what_to_do():
     slopes = torch.func.vmap(torch.func.grad(lambda loss: step(loss)[0, 0]))
     with pytest.raises(Exception, match=r"call them without torch\.compile, or"):
         torch.compile(slopes, backend="eager")(torch.stack([LOSS, LOSS]))
+
+
+@pytest.mark.parametrize("problem", [contexts, layers, corridor])
+def test_both_backends_damp_their_steps_alike(problem):
+    """Far from the solution a step has the length 1 / (1 + fall), and longer ones are no faster."""
+    mdp, loss, t = problem()
+    steps = [
+        int(occ.FTRLStep(mdp, occ.LogBarrier(1e-6), backend=backend).solve(100 * loss, t).steps)
+        for backend in ("torch", "engine")
+    ]
+    assert steps[0] == steps[1] > 10
+
+
+def barriers(values, seed, off=0):
+    """Barriers so different that multipliers need more digits than a number has.
+
+    Rows of P sum to one up to `off` rounding errors.
+    """
+    random = torch.Generator().manual_seed(seed)
+    mdp = occ.LayeredMDP.random(3, 3, 2, seed=seed)
+    pick = torch.randint(len(values), mdp.actions.shape, generator=random)
+    sums = 1 + off * torch.finfo(F64).eps * torch.randint(-1, 2, (3, 2, 1), generator=random)
+    mdp = mdp.with_transitions([p * sums[: len(p)] for p in mdp.transitions], mdp.initial)
+    psi = occ.LogBarrier(occ.PerPair(mdp, torch.tensor(values, dtype=F64)[pick]))
+    loss = torch.rand(mdp.actions.shape, generator=random, dtype=F64)
+    return occ.FTRLStep(mdp, psi, backend="torch"), loss
+
+
+def test_the_certificate_counts_what_the_fit_of_multipliers_may_have_lost(monkeypatch):
+    step, loss = barriers((1e-3, 1.0, 192.0), seed=2)
+    assert step.solve(loss).converged
+    monkeypatch.setattr("torch_occ.step.newton.fineness", lambda eps: 1.0)
+    assert step.solve(loss, check=False).status == Status.STALLED
+
+
+def test_the_fit_of_multipliers_reads_rows_as_distributions():
+    step, loss = barriers((1e-8, 1.0), seed=13, off=40)
+    assert step.solve(loss, check=False).dual_residual < 5e-12

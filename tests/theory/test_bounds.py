@@ -50,22 +50,6 @@ def test_the_summands(case):
         )
 
 
-def test_the_theorem_is_nearly_tight_in_the_first_episode():
-    """thm:main_general from its lemmas.
-
-    1/eta_t - 1/eta_{t-1} <= 1/(gamma sqrt t) is an equality at t = 1, and loses a factor 2 later.
-    """
-    mdp, parameters = bandit(100), theory.Parameters(0.1, 64.0, 0.05)
-    q = occ.interior_point(mdp)
-    first, later = (
-        theory.theorem_summand(mdp, parameters, q, q, one_hot(mdp, 0), number(t))
-        for t in (1, 10**6)
-    )
-    check(first, later)
-    assert 0.99 < tightest(first) < 1
-    assert 0.5 < tightest(later) < tightest(first)
-
-
 # -- corollaries -----------------------------------------------------------------------------------
 
 
@@ -82,14 +66,6 @@ def test_the_explicit_adversarial_bound_is_the_sum_of_its_lemmas():
     # Only sum eta_t <= 2 gamma sqrt T was given away.
     assert float(penalty + stability) + rest <= found
     assert found == pytest.approx(float(penalty + stability) + rest, rel=0.02)
-
-
-def test_weights_of_the_penalty():
-    parameters = theory.Parameters(0.4, 1.0, 1.7)
-    t = torch.arange(1, 50, dtype=F64)
-    assert float(parameters.eta_step(t).sum()) == pytest.approx(7 / 1.7)  # telescopes to 1 / eta_T
-    assert float(parameters.eta_step(t)[0]) == pytest.approx(1 / 1.7)
-    assert bool((parameters.eta_step(t) <= 1 / (1.7 * t.sqrt())).all())
 
 
 def gaps_and_policy():

@@ -1,5 +1,3 @@
-import time
-
 import pytest
 import torch
 from theory_cases import F64, masked
@@ -7,7 +5,6 @@ from theory_cases import F64, masked
 import torch_occ as occ
 from torch_occ import theory
 from torch_occ.game.losses import Stationary, mean_square
-from torch_occ.theory.certificates import running_weights
 
 MDP = occ.LayeredMDP.random(3, 2, 3, seed=1)
 MEAN = torch.rand(MDP.actions.shape, dtype=F64, generator=torch.Generator().manual_seed(3))
@@ -70,20 +67,6 @@ def test_with_every_checkpoint_the_sums_are_exact():
     assert certificate.curves["episodes"].tolist() == list(range(1, T + 1))
 
 
-def test_between_checkpoints_the_sums_are_close():
-    """Default checkpoints against one in every episode: sums agree to 1 %, the rest exactly."""
-    sparse, dense, T = theory.Certificate(), theory.Certificate(), 120
-    play(T, sparse)
-    play(T, dense, checkpoints=range(1, T + 1))
-    assert len(sparse.curves["episodes"]) < 40
-    sums = "penalty stability penalty_bound stability_bound stability_first_step"
-    exact = "penalty_now stability_now lower_order regret smoothness_max"
-    for names, rtol in ((sums, 0.01), (exact, 1e-9)):
-        for name in names.split():
-            a, b = sparse.curves[name][:, -1], dense.curves[name][:, -1]
-            torch.testing.assert_close(a, b, rtol=rtol, atol=0)
-
-
 @pytest.mark.parametrize("mdp", [MDP, masked()], ids=["full", "masked"])
 def test_the_bounds_are_in_order_at_every_checkpoint(mdp):
     certificate, generator = theory.Certificate(), torch.Generator().manual_seed(0)
@@ -98,21 +81,6 @@ def test_the_bounds_are_in_order_at_every_checkpoint(mdp):
     assert bool((found["stability"] <= found["stability_first_step"]).all())
     assert bool(((found["smoothness_max"] >= 1) & (found["smoothness_max"] < 2)).all())
     assert bool(((found["smoothness_min"] <= 1) & (found["smoothness_min"] > 0.5)).all())
-
-
-def test_running_weights():
-    """Row i sums up to the i-th checkpoint. With every checkpoint nothing is interpolated."""
-    episodes = torch.tensor([1, 2, 3, 10, 40])
-    found, t = running_weights(episodes, torch.rsqrt), torch.arange(1, 41, dtype=F64)
-    for f in (torch.ones_like, torch.log):  # exact for what is constant or linear in log t
-        sums = (t.rsqrt() * f(t)).cumsum(0)[episodes - 1]
-        torch.testing.assert_close(found @ f(episodes.to(F64)), sums)
-    assert not bool(found.triu(1).any())
-    every = running_weights(torch.arange(1, 6), torch.rsqrt)
-    torch.testing.assert_close(every, torch.arange(1, 6, dtype=F64).rsqrt().expand(5, -1).tril())
-    # Before the first checkpoint, the function is constant.
-    only = running_weights(torch.tensor([2]), torch.rsqrt)
-    assert float(only) == pytest.approx(1 + 0.5**0.5)
 
 
 @pytest.mark.parametrize("noise", ["none", "bernoulli", "uniform"])
@@ -294,22 +262,6 @@ def test_evaluating_together_or_one_by_one_makes_no_difference(monkeypatch):
         torch.testing.assert_close(found.curves[name], curve, rtol=rtol, atol=0)
 
 
-class Interrupted(occ.Callback):
-    def on_checkpoint(self, run):
-        if run.t == 20:
-            raise KeyboardInterrupt
-
-
-def test_an_interrupted_run_shows_what_it_had(tmp_path):
-    board = occ.TensorBoard(tmp_path, images_per_decade=0)
-    certificate = theory.Certificate(board)
-    with pytest.raises(KeyboardInterrupt):
-        play(300, board, certificate, Interrupted())
-    assert certificate.curves["episodes"].tolist()[-1] == 20
-    time.sleep(1.01)
-    assert read(tmp_path).Scalars("theory/regret")[-1].step == 20
-
-
 def test_a_run_begun_without_it_cannot_be_continued_with_it(tmp_path):
     kept = {"save_to": tmp_path / "run.pt", "save_every": 0.0, "checkpoints": [1, 50, 300, 320]}
     with pytest.raises(MemoryError):
@@ -322,8 +274,3 @@ def test_a_board_that_comes_later_is_an_error_before_the_first_episode(tmp_path)
     board = occ.TensorBoard(tmp_path)
     with pytest.raises(ValueError, match="must stand before the certificate"):
         play(5, theory.Certificate(board), board)
-
-
-def test_other_learners_are_refused_before_the_first_episode():
-    with pytest.raises(ValueError, match="make it with jin_luo"):
-        play(5, theory.Certificate(), learner=occ.FTRL.tsallis(MDP))

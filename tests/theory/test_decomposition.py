@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from theory_cases import F64, bandit, check, masked, tightest
+from theory_cases import F64, bandit, check, masked
 
 import torch_occ as occ
 from experiments.statements import draw_policy
@@ -30,20 +30,6 @@ def run():
     best = occ.occupancy(MDP, occ.optimal_policy(MDP, MEAN).policy)
     u = theory.runs.comparator_point(trajectory.q[0], best, T)
     return trajectory, history, best, u, theory.decompose(MDP, parameters, trajectory, u)
-
-
-def test_the_recorder_has_what_the_run_had(run):
-    trajectory, history, *_ = run
-    shape = (T, SEEDS, MDP.num_states, MDP.num_actions)
-    assert trajectory.q.shape == trajectory.estimate.shape == shape
-    torch.testing.assert_close(trajectory.q.sum(0), history.cumulative_occupancy)
-    visited = (trajectory.estimate > 0).sum((-2, -1))
-    assert int(visited.max()) <= MDP.horizon
-    # Unbiased: every estimate is 1 / q where a loss of 1 was seen.
-    seen = trajectory.estimate > 0
-    torch.testing.assert_close(
-        (trajectory.estimate * trajectory.q)[seen], torch.ones(int(seen.sum()), dtype=F64)
-    )
 
 
 def test_a_recorder_needs_every_episode():
@@ -83,23 +69,11 @@ def test_the_stability_term_is_the_difference_of_values(run):
     torch.testing.assert_close(found.stability, before - G(found.tilde_q), rtol=0, atol=atol)
 
 
-def test_how_tight_the_lemmas_are(run):
-    trajectory, *_, found = run
-    # With beta = 64 L the update moves by at most 1 / (8 sqrt L), far less than the factor 2 of
-    # lem:smooth_update.
-    for side in theory.smooth_update(MDP, trajectory.q, found.tilde_q):
-        assert float(side.left.max()) < 1 / (1 - 1 / (8 * math.sqrt(MDP.horizon)))
-    # lem:bound_stability loses a factor 16: G_t(q_t) - G_t(tilde q_t) is half a squared norm.
-    seen = found.norm_step > 0
-    ratio = (found.stability / (8 * found.norm_step))[seen]
+def test_bound_stability_loses_a_factor_16(run):
+    """G_t(q_t) - G_t(tilde q_t) is half a squared norm."""
+    *_, found = run
+    ratio = (found.stability / (8 * found.norm_step))[found.norm_step > 0]
     assert 0.02 < float(ratio.max()) < 1 / 16 * 1.01
-    # |tilde q - q|^2 is at most about |estimate|^2 <= 1/64, where eq:earlier_argument has 1.
-    t = torch.arange(1, T + 1, dtype=F64).unsqueeze(-1)
-    barrier, whole = theory.step_length(MDP, trajectory.q, found.tilde_q, found.parameters, t)
-    assert 0.9 < tightest(barrier) <= 1
-    assert 0.005 < tightest(whole) < 1 / 64
-    # L / beta is nearly reached when every layer shows a loss of 1 and the log-barrier rules.
-    assert 0.8 < tightest(found.short_estimate()) < 1
 
 
 def test_bound_penalty_is_no_equality_but_its_slack_is_known(run):
@@ -182,20 +156,3 @@ def test_close_hessian_is_the_largest_eigenvalue_of_the_pencil():
         found = theory.close_hessian(mdp, q, p, parameters, t)
         check(found)
         assert float(found.left) == pytest.approx(expected, rel=1e-10)
-
-
-def test_the_comparator_is_nearly_tight_in_its_log_barrier():
-    """Many actions, of which the optimal policy plays one: v = q_1 / T on all others."""
-    mdp, T = bandit(200), 1000
-    parameters = theory.Parameters.paper(mdp)
-    best = torch.zeros(1, 200, dtype=F64)
-    best[0, 7] = 1.0
-    losses, barrier, roots = theory.proper_comparator(
-        mdp, occ.interior_point(mdp), best, T * (1 - best), parameters, T
-    )
-    check(losses, barrier, roots)
-    assert 0.98 < tightest(barrier) < 1
-    # |q_1 - q_opt| is charged twice: never more than half.
-    assert tightest(losses) == pytest.approx(0.5, abs=0.01)
-    # The roots of q_1 outweigh what q_opt loses, unless q_1 is as concentrated as q_opt.
-    assert float(roots.left) < 0

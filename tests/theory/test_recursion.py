@@ -1,7 +1,7 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from theory_cases import F64, cases, check, masked, tightest
+from theory_cases import F64, cases, check, masked
 
 import torch_occ as occ
 from experiments.statements import draw_policy, recursive_hessian
@@ -127,20 +127,3 @@ def test_the_properties_with_masks_and_a_state_of_one_action():
         found = theory.H_and_N(mdp, curve, k, w)
         check(found, *theory.N_properties(mdp, curve, k))
     torch.testing.assert_close(found.left, found.right, rtol=1e-9, atol=0)  # in the last layer
-
-
-def test_how_tight_the_properties_are():
-    mdp = occ.LayeredMDP.random(3, 3, 3, seed=1)
-    q = occ.interior_point(mdp)
-    curve = theory.curvatures.curvature(mdp, q, 1.0)
-    # In earlier layers there is a gap: what the later ones add to H.
-    assert 0.3 < tightest(theory.H_and_N(mdp, curve, 1, torch.ones(3, 3, dtype=F64))) < 0.32
-    # N_k = D_k^-1 as alpha -> 0, and N_k = C_k^-1 + P_k' N_{k-1} P_k as one action takes all
-    # (both as D^1/2 (.) D^1/2).
-    _, by_D, _ = theory.N_properties(mdp, theory.curvatures.curvature(mdp, q, 1e-8), 2)
-    assert -1e-6 < float(by_D.left) <= 1e-15
-    policy = torch.full((7, 3), 1e-6, dtype=F64)
-    policy[:, 0] = 1 - 2e-6
-    curve = theory.curvatures.curvature(mdp, occ.occupancy(mdp, policy), 100.0)
-    _, _, by_C = theory.N_properties(mdp, curve, 1)
-    assert -1e-9 < float(by_C.left) <= 1e-15

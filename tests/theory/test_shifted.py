@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from zoo import random_problem
+from zoo import random_problem, trajectories
 
 import torch_occ as occ
 from torch_occ.theory import shifted
@@ -73,25 +73,6 @@ def test_no_run_violates_lemma_1_or_2(name, shape):
     assert closed > 0 or name in ("default", "without hints") or shape == (1, 1, 2)
 
 
-def trajectories(mdp, q):
-    """All trajectories as tables of visits, and their probabilities."""
-    policy, layers = occ.policy_of(mdp, q), mdp.split(torch.arange(mdp.num_states), -1)
-    pairs = [[*itertools.product(layer.tolist(), range(mdp.num_actions))] for layer in layers]
-    visits, chances = [], []
-    for path in itertools.product(*pairs):
-        chance = float(mdp.initial[path[0][0]])
-        for k, (s, a) in enumerate(path):
-            chance *= float(policy[s, a])
-            if k + 1 < len(path):
-                chance *= float(mdp.joint_transitions[s, a, path[k + 1][0]])
-        table = torch.zeros_like(q)
-        table[tuple(zip(*path, strict=True))] = 1.0
-        visits.append(table)
-        chances.append(chance)
-    assert sum(chances) == pytest.approx(1.0)
-    return torch.stack(visits), torch.tensor(chances, dtype=F64)
-
-
 @pytest.mark.parametrize("t", [10, 1000, 100_000])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
 def test_lemma_4_over_all_trajectories(scale, t):
@@ -99,8 +80,10 @@ def test_lemma_4_over_all_trajectories(scale, t):
     mdp, mean = random_problem(5, (3, 2, 2))
     gamma = 0.85
     q = occ.FTRLStep(mdp, occ.Tsallis() / occ.InverseSqrt(gamma))(scale * t**0.5 * mean, t=t)
-    visits, chance = trajectories(mdp, q.detach())
     q, eta = q.detach(), gamma / t**0.5
+    states, actions, chance = trajectories(mdp, q)
+    visits = q.new_zeros(len(chance), *q.shape)
+    visits[torch.arange(len(chance))[:, None], states, actions] = 1.0
     for loss, hint in itertools.product((mean, torch.ones_like(mean)), (None, 1 - mean)):
         used = torch.zeros_like(q) if hint is None else hint * (q >= 16 * eta**2)
         estimate = used + visits * (loss - used) / q

@@ -156,23 +156,6 @@ def test_the_stochastic_bound_needs_a_minimal_gap_of_at_most_one():
     assert found > float(theory.lower_order(mdp, parameters, episodes)) > V
 
 
-def test_gaps_of_the_optimal_policy_are_at_most_one_in_the_last_layer():
-    """So Delta_min <= 1 for stochastic losses, unless no state of the last layer has a choice."""
-    generator = torch.Generator().manual_seed(0)
-    for seed in range(5):
-        mdp = occ.LayeredMDP.random(4, 2, 3, seed=seed)
-        mean = torch.rand(mdp.num_states, 3, dtype=F64, generator=generator).round()
-        gap = theory.gaps(mdp, mean)
-        assert float(gap[mdp.layer_slices[-1]].max()) <= 1
-    actions = torch.tensor([[True, True]] + [[True, False]] * 4)
-    first = torch.eye(2, dtype=F64).unsqueeze(0)
-    later = torch.eye(2, dtype=F64).unsqueeze(1).expand(-1, 2, -1).contiguous()
-    mdp = occ.LayeredMDP([first, later, torch.ones(2, 2, 1, dtype=F64)], actions=actions)
-    mean = torch.tensor([[0.0, 1.0], [0, 0], [1, 0], [0, 0], [1, 0]], dtype=F64)
-    plan = occ.optimal_policy(mdp, mean)
-    assert float(theory.minimal_gap(mdp, plan.gaps, plan.policy)) == 3
-
-
 def test_a_factor_z_is_missing_under_the_second_root():
     """The second chain of col:stochastic_bound begins with an equality that needs z = 1."""
     D, kappa, t, gap, q = 2.0, 3.0, 5.0, 0.4, 0.7

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from theory_cases import batch_of_mdps, check
 
-from experiments.statements import draw_trajectory, survey
+from experiments.statements import survey
 from torch_occ.theory import Statement
 from torch_occ.theory.statements import statement
 
@@ -21,14 +21,6 @@ def test_every_statement_holds(size, seed, concentration):
     found = list(survey(mdp, torch.Generator().manual_seed(seed), count=6))
     check(*found)
     assert len({x.label for x in found}) >= 38
-
-
-def test_trajectories_visit_one_pair_a_layer():
-    mdp = batch_of_mdps(50, 3, 3, 2, 0)
-    q = torch.rand(50, 7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    visited = draw_trajectory(mdp, q, torch.Generator().manual_seed(0))
-    for layer in mdp.split(visited, -2):
-        assert layer.sum((-2, -1)).tolist() == [1.0] * 50
 
 
 # -- statements ------------------------------------------------------------------------------------

@@ -49,20 +49,6 @@ def test_leaps_of_one_episode_are_the_algorithm(estimator):
     assert float(found.regret[:, -1].std() / played.std()) == pytest.approx(1, abs=0.35)
 
 
-def test_leaps_grow_like_the_logarithm_and_like_the_accuracy():
-    mdp, mean = random_problem(1)
-    psi = occ.jin_luo(mdp, beta=0.5, gamma=1.0)
-
-    def leaps(episodes, accuracy=0.5):
-        found = occ.leap(mdp, psi, mean, episodes, particles=8, accuracy=accuracy)
-        assert int(found.uncertified.sum()) == 0
-        return float(found.leaps.double().mean())
-
-    assert leaps(10**8) < 3.5 * leaps(10**4)
-    # A leap is as long as the accuracy, or as its square.
-    assert 1.5 * leaps(10**4) < leaps(10**4, 0.25) < 4 * leaps(10**4)
-
-
 @pytest.mark.parametrize("estimator", [None, occ.ReducedVariance(occ.InverseSqrt(0.01))])
 def test_leaping_forecasts_the_under_regularized_corner(estimator):
     mdp, mean = random_problem(0)
@@ -73,30 +59,6 @@ def test_leaping_forecasts_the_under_regularized_corner(estimator):
     assert abs(float(found.final) - float(played.mean())) < 3 * error + 0.07 * float(played.mean())
     with torch.no_grad():
         assert not bool(occ.forecast(mdp, psi, mean, 2000).reliable)
-
-
-def test_leaping_sees_what_a_visit_without_loss_overturns():
-    mdp, mean = random_problem(1)
-    psi = occ.ConditionalEntropy() / occ.InverseSqrt(0.5) + occ.LogBarrier(0.1)
-    baseline = occ.ReducedVariance(occ.InverseSqrt(1e-3))
-    played = played_regrets(mdp, psi, mean, 3000, range(128), baseline)
-    found = occ.leap(mdp, psi, mean, 3000, estimator=baseline, particles=256, accuracy=0.25)
-    assert apart(found.regret[:, -1], played) < 4
-    with torch.no_grad():
-        path = occ.forecast(mdp, psi, mean, 3000, estimator=baseline)
-    assert bool(path.reliable)  # by its own noise, which knows nothing of rare events
-    assert float(path.final) < 0.85 * float(found.final)
-
-
-@pytest.mark.bits
-def test_same_seed_same_bits():
-    mdp, mean = random_problem()
-    psi = occ.jin_luo(mdp, beta=1.0)
-    first, second, other = (
-        occ.leap(mdp, psi, mean, 500, particles=6, seed=seed).regret for seed in (7, 7, 8)
-    )
-    assert torch.equal(first, second)
-    assert not torch.equal(first, other)
 
 
 @pytest.mark.bits
@@ -148,7 +110,6 @@ def test_bad_input_is_named():
     psi = occ.jin_luo(mdp)
     given = {"regularizer": psi, "losses": mean, "episodes": 10}
     for options, message in (
-        ({"particles": 0}, "particles: expected at least 1"),
         ({"accuracy": 0.0}, "accuracy: expected a positive number"),
         ({"episodes": 0}, "episodes: expected a number from 1 to 1e12, got 0"),
         ({"losses": mean.expand(2, -1, -1)}, "one MDP and one table of means"),

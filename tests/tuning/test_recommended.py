@@ -1,6 +1,5 @@
 """Recommended learners: one per kind of world, with the constants that were measured."""
 
-import pytest
 import torch
 from zoo import random_problem
 
@@ -28,9 +27,3 @@ def test_there_is_a_learner_for_every_kind_of_world():
     for world in ("any", "stochastic", "varying", "adversarial"):
         learner, losses = occ.recommended(mdp, world), occ.BernoulliLosses(mean)
         assert occ.simulate(mdp, learner, losses, 50).regret.isfinite().all()
-
-
-def test_an_unknown_world_is_named():
-    mdp, _ = random_problem(0, (2, 2, 2))
-    with pytest.raises(ValueError, match=r"world: expected one of 'any', .* got 'benign'"):
-        occ.recommended(mdp, "benign")

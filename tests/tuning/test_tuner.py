@@ -2,12 +2,10 @@
 
 import math
 import os
-from typing import ClassVar
 
 import pytest
 import torch
-from torch.distributions import constraints
-from zoo import played_regrets, random_problem
+from zoo import random_problem
 
 import torch_occ as occ
 from torch_occ.tuning import Evaluation, ForecastObjective, World
@@ -55,13 +53,6 @@ def test_a_known_minimum_is_found_from_every_start():
     psi = psi_of()
     found.load_into(psi)
     assert named(psi)["beta"].item() == found.parameters["terms.1.beta"]
-
-
-def test_only_the_named_parameters_move():
-    found = occ.tune(bowl, psi_of(), steps=10, starts=2, only=["beta"])
-    assert list(found.parameters) == ["terms.1.beta"]
-    with pytest.raises(ValueError, match="only: the regularizer has no parameter 'delta'"):
-        occ.tune(bowl, psi_of(), only=["delta"])
 
 
 def test_bounds_are_kept_and_reported():
@@ -189,15 +180,6 @@ def test_tensorboard_gets_the_meta_curves(tmp_path):
     assert sum(event.value for event in events.Scalars("meta/failures")) > 0
 
 
-def test_tuning_the_forecast_beats_the_papers_constants_where_it_is_played():
-    mdp, mean, objective, psi = referred(2000)
-    found = occ.tune(objective, psi, steps=25, starts=2, rate=0.4, bounds={"gamma": (0.25, 4.0)})
-    assert found.value < -1
-    before = float(played_regrets(mdp, psi, mean, 2000, range(8)).mean())
-    found.load_into(psi)
-    assert float(played_regrets(mdp, psi, mean, 2000, range(8)).mean()) < before / 2
-
-
 def test_robust_objective_is_between_the_mean_and_the_worst():
     mdp, mean = random_problem()
     switching = occ.SwitchingLosses(torch.stack([mean, 1 - mean]), 100)
@@ -211,32 +193,6 @@ def test_robust_objective_is_between_the_mean_and_the_worst():
     soft, hard = (value(worlds, robustness=r) for r in (0.01, 100.0))
     assert soft == pytest.approx(sum(alone) / 2, abs=0.02)
     assert hard == pytest.approx(max(alone), abs=0.02)
-
-
-class Family(occ.SeparableRegularizer):
-    """A mixture of a power and an entropy: a regularizer that is itself a family."""
-
-    arg_constraints: ClassVar = {
-        "power": constraints.interval(0.05, 0.95),
-        "mix": constraints.unit_interval,
-    }
-
-    def __init__(self, power=0.5, mix=0.3):
-        super().__init__(power=power, mix=mix)
-
-    def pair(self, x):
-        return -(1 - self.mix) * x**self.power + self.mix * x * x.log()
-
-
-def test_a_family_of_regularizers_is_tuned():
-    *_, objective = stochastic(0, 500)
-    tsallis = occ.Tsallis(0.5) / occ.InverseSqrt(0.5) + occ.LogBarrier(1.0)
-    for psi in (Family() / occ.InverseSqrt(0.5), tsallis):
-        found = occ.tune(objective, psi, steps=6, starts=2, spread=0.3)
-        assert found.value < float(found.values[0].min())
-        power = next(value for name, value in found.parameters.items() if name.endswith("power"))
-        assert 0.05 < power < 0.95
-        assert power != 0.5
 
 
 def test_the_estimator_of_an_objective_is_what_is_forecast():

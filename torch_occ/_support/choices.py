@@ -1,4 +1,4 @@
-"""Choices at run time: torch or the engine, optional packages, and messages while compiling."""
+"""Choices at run time: torch or the engine, and optional packages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-# -- The choice between torch and the compiled engine, and modules that are imported on demand -----
-
-
 Backend = Literal["auto", "torch", "engine"]
 
 
@@ -29,7 +26,7 @@ def later(module: str) -> Any:
 
 
 def check_backend(backend: Backend) -> Backend:
-    """Return `backend` if it is "auto", "torch" or "engine"; otherwise raise a ValueError."""
+    """Raise a ValueError if `backend` is none of these; return it."""
     if backend not in get_args(Backend):
         raise ValueError(f"backend: expected auto, torch or engine, got {backend!r}")
     return backend
@@ -62,9 +59,6 @@ def _without_engine(reason: str) -> None:
         "hundreds of times slower. Install Numba, or say backend='torch'.",
         stacklevel=2,
     )
-
-
-# -- Optional packages, imported where they are used; an error says how to install a missing on ----
 
 
 @contextmanager

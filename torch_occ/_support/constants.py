@@ -1,11 +1,8 @@
-"""Numbers that torch and the engine share: chunks, checkpoints, tolerances."""
+"""Numbers that torch and the engine share; this module imports neither torch nor Numba."""
 
 from __future__ import annotations
 
 import numpy as np
-
-# -- How episodes are divided: chunks of random numbers, and log-spaced checkpoints ----------------
-
 
 #: Episodes per chunk of random numbers. It is part of the definition of a run: another value gives
 #: other random numbers.
@@ -19,11 +16,6 @@ def log_spaced(episodes: int, per_decade: int = 20) -> list[int]:
     """Integers from 1 to `episodes`, evenly spaced in the logarithm, including the last."""
     exponents = np.arange(0, np.log10(max(episodes, 1)), 1 / per_decade)
     return sorted({*np.round(10**exponents).astype(int).tolist(), episodes})
-
-
-# -- Constants that kernels share with their torch twins -------------------------------------------
-#
-# This module imports neither torch nor Numba.
 
 
 # How a solve ended; torch_occ.step.solution.Status says what to do about each.

@@ -121,11 +121,7 @@ def _last_line(seal: dict[str, Any]) -> bytes:
     return b"\n" + json.dumps(seal).encode() + b"\n"
 
 
-# -- The state of a run or a tuning in a file: saved from time to time, loaded to continue ---------
-#
-# A state is a dictionary of tensors and plain values, and of lists and dictionaries of them.
-
-
+#: The state of a run or a tuning: tensors, plain values, lists and dictionaries of them.
 State = dict[str, Any]
 
 

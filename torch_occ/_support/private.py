@@ -132,10 +132,7 @@ def refuse_batched_derivatives(*tensors: Tensor | None) -> None:
 
 
 #: What torch dispatches to outside of any operator.
-_OUTSIDE = (
-    torch._C._dispatch_tls_local_include_set(),
-    torch._C._dispatch_tls_local_exclude_set(),
-)
+_OUTSIDE = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
 
 
 def with_autograd() -> AbstractContextManager[Any]:

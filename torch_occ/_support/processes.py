@@ -16,8 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 
-# -- Work that is interrupted saves its state and tells the caller ---------------------------------
-#
 # Ctrl-C raises KeyboardInterrupt, as usual. SIGTERM (from a batch system, or `kill`) raises
 # SystemExit with code 143 while work with a file runs in the main thread, so that it can be saved
 # too. The work saves its state and raises the same exception again. `error.result` is the result so
@@ -66,16 +64,12 @@ def explain(error: BaseException, progress: str, result: Any, saved_to: Path | N
         error.add_note(message)
 
 
-# -- Kernels in plain threads. They run in parallel, because kernels release the interpreter lo ----
-#
-# The threads are separate from those of torch.
-
-
 def for_each(function: Callable[[int], None], count: int) -> None:
     """Call function(0), ..., function(count - 1), in as many threads as torch would use.
 
-    The calls must not depend on their order. After Ctrl-C no further call begins, and the interrupt
-    is raised once the running calls have returned, so nothing runs in the background.
+    The threads are not those of torch; kernels in them run in parallel, because they release the
+    interpreter lock. After Ctrl-C no further call begins, and the interrupt is raised once the
+    running calls have returned.
     """
     if count == 1:
         function(0)

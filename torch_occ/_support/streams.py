@@ -75,13 +75,3 @@ def _key(seed: int, purpose: Purpose, chunk: int) -> NDArray[np.uint64]:
     if seed < 0:
         raise ValueError(f"seeds: expected non-negative integers, got {seed}")
     return np.array([seed, chunk * len(Purpose) + purpose], dtype=np.uint64)
-
-
-def invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
-    """Sample an index from cumulative, unnormalized probabilities by inversion.
-
-    `(N, K)` probabilities and `(N,)` uniform numbers give `(N,)` indices.
-    """
-    # Keep the product below the total, so that an entry of probability zero is never drawn.
-    target = uniform.clamp(max=1 - 4 * torch.finfo(uniform.dtype).eps) * cumulative[..., -1]
-    return (cumulative <= target.unsqueeze(-1)).sum(-1)

@@ -21,7 +21,7 @@ from torch_occ._support.constants import BLOCK, CHUNK, log_spaced
 from torch_occ._support.files import Kept, State, copied
 from torch_occ._support.fingerprints import fingerprints
 from torch_occ._support.processes import asked_to_stop, explain, sigterm_raises
-from torch_occ._support.streams import Purpose, check_memory, invert, uniforms
+from torch_occ._support.streams import Purpose, check_memory, uniforms
 from torch_occ.game.callbacks import Callback, ProgressBar, tell
 from torch_occ.game.checks import Contract, warn_of_all, warn_of_first
 from torch_occ.game.estimators import Feedback
@@ -29,6 +29,7 @@ from torch_occ.game.history import History, comparator
 from torch_occ.game.learners import FTRL, Learner
 from torch_occ.game.losses import LossProcess, check_noise, mean_square, second_moments
 from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.layers import invert
 from torch_occ.mdp.occupancy import interior_point, occupancy, policy_of
 
 # -- What `simulate` is given, checked before the first episode: each error says what to pass ------

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from torch_occ._support.choices import later
 from torch_occ._support.processes import for_each
-from torch_occ._support.streams import invert
 from torch_occ.game import estimators
 from torch_occ.game.callbacks import Callback
 from torch_occ.game.history import Curves, History
@@ -24,6 +23,7 @@ from torch_occ.game.shifted import ShiftedFTRL
 from torch_occ.game.simulate import simulate
 from torch_occ.games.tree import ExtensiveGame, GamePolicy, Treeplex
 from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.layers import invert
 from torch_occ.mdp.occupancy import interior_point, policy_of
 
 

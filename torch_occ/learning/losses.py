@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,11 +15,10 @@ from torch_occ._support.private import (
     outside_graphs,
     refuse_batched_derivatives,
     values_are_hidden,
-    versions_of,
     with_autograd,
 )
 from torch_occ.mdp.checks import broadcast
-from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.layered import LayeredMDP, remembered
 from torch_occ.mdp.layers import DenseLayer, Layer, Pattern, SparseLayer
 from torch_occ.mdp.occupancy import flow_adjoint, flow_of, flow_residual, flow_source
 from torch_occ.regularizers.base import total
@@ -28,7 +26,7 @@ from torch_occ.regularizers.terms import keep
 from torch_occ.step.entropic import entropy_of
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.graph import step_of
-from torch_occ.step.solution import Budgets, Solution, check_like, place_of
+from torch_occ.step.solution import Budgets, Solution, check_like, element_of, place_of
 
 # -- Targets: occupancy measures that a plan should equal, checked before they are used ------------
 
@@ -41,22 +39,15 @@ def tolerance_in(dtype: torch.dtype) -> float:
 class Moves(NamedTuple):
     """All transitions of an MDP as one sparse layer: one product serves all layers."""
 
-    versions: list[int]
     layer: SparseLayer  # from S * A pairs to S states
     # If every move and the first state are certain, the next state of every pair: `num_states` in
     # the last layer, -1 if the pair does not exist.
     next: Tensor | None
 
 
-_MOVES: WeakKeyDictionary[LayeredMDP, Moves] = WeakKeyDictionary()
-
-
+@remembered
 def moves_of(mdp: LayeredMDP) -> Moves:
-    """Return the moves of a single MDP, remembered until a probability is changed in place."""
-    versions = versions_of(mdp.probabilities)
-    known = _MOVES.get(mdp)
-    if known is not None and versions and known.versions == versions:
-        return known
+    """Return the moves of a single MDP."""
     pairs, following, found = [], [], []
     for layer, here in zip(mdp.layers[:-1], mdp.layer_slices, strict=False):
         if isinstance(layer, DenseLayer):
@@ -76,8 +67,7 @@ def moves_of(mdp: LayeredMDP) -> Moves:
     if len(mdp.initial) == 1 and bool((whole.probabilities == 1).all()):
         sure = torch.where(mdp.actions.flatten(), mdp.num_states, -1)
         sure[whole.pattern.pair] = whole.pattern.next.long()
-    _MOVES[mdp] = Moves(versions, whole, sure)
-    return _MOVES[mdp]
+    return Moves(whole, sure)
 
 
 class Probe(NamedTuple):
@@ -86,28 +76,20 @@ class Probe(NamedTuple):
     A target that meets them has ⟨weights, target⟩ = goal, and any other one has not.
     """
 
-    versions: list[int]
     weights: Tensor  # (S * A,), E'y; on pairs that do not exist any number but zero
     goal: float  # ⟨y, b⟩
 
 
-_PROBES: WeakKeyDictionary[LayeredMDP, dict[bool, Probe]] = WeakKeyDictionary()
-
-
+@remembered
 def probe_of(mdp: LayeredMDP, empirical: bool) -> Probe:
     """Return the probe of the flow constraints of a single MDP, or of unit mass per layer."""
-    versions, found = versions_of(mdp.probabilities), _PROBES.setdefault(mdp, {})
-    known = found.get(empirical)
-    if known is not None and versions and known.versions == versions:
-        return known
     draw = torch.Generator().manual_seed(0)
     size = mdp.horizon if empirical else mdp.num_states
     y = torch.randn(size, generator=draw, dtype=torch.float64).to(mdp.initial)
     weights = y[mdp.layer].unsqueeze(-1) if empirical else flow_adjoint(mdp, y).detach()
     weights = torch.where(mdp.actions, weights, 1 + y.abs().max()).flatten()
     goal = y.sum() if empirical else (y * flow_source(mdp).detach()).sum()
-    found[empirical] = Probe(versions, weights, float(goal))
-    return found[empirical]
+    return Probe(weights, float(goal))
 
 
 def check_target(
@@ -168,23 +150,23 @@ def _check_polytope(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical
         wrong = ((layers - 1).abs() > tolerance).nonzero()
         if len(wrong):
             *batch, k = wrong[0].tolist()
-            element = f"batch element {tuple(batch)}, " if batch else ""
             raise ValueError(
-                f"target: {element}layer {k} has the mass {float(layers[tuple(wrong[0])]):.6g}, "
-                "expected 1; divide the visits by the number of trajectories"
+                f"target: {element_of(batch)}layer {k} has the mass "
+                f"{float(layers[tuple(wrong[0])]):.6g}, expected 1; "
+                "divide the visits by the number of trajectories"
             )
         return
     residual = flow_residual(mdp, target).detach()
     wrong = (residual.abs() > tolerance).nonzero()
     if len(wrong):
         *batch, state = wrong[0].tolist()
-        element = f"batch element {tuple(batch)}, " if batch else ""
         held = float(target.expand(*residual.shape, -1).sum(-1)[tuple(wrong[0])])
         arriving = held - float(residual[tuple(wrong[0])])
         raise ValueError(
-            f"target: {element}{mdp.locate(state)} has the mass {held:.6g}, but {arriving:.6g} "
-            "arrives there, so the target is no occupancy measure of this MDP; make one with "
-            "occupancy(mdp, policy), or use negative_log_likelihood for demonstrations"
+            f"target: {element_of(batch)}{mdp.locate(state)} has the mass {held:.6g}, but "
+            f"{arriving:.6g} arrives there, so the target is no occupancy measure of this "
+            "MDP; make one with occupancy(mdp, policy), or use negative_log_likelihood for "
+            "demonstrations"
         )
 
 
@@ -200,10 +182,9 @@ def _check_budgets(mdp: LayeredMDP, target: Tensor, budgets: Budgets, tolerance:
     wrong = (excess > tolerance * (1 + budgets.limits.abs())).nonzero()
     if len(wrong):
         *batch, budget = wrong[0].tolist()
-        element = f"batch element {tuple(batch)}, " if batch else ""
         limit = float(budgets.limits.expand_as(excess)[tuple(wrong[0])])
         raise ValueError(
-            f"target: {element}budget {budget}: its expected cost is "
+            f"target: {element_of(batch)}budget {budget}: its expected cost is "
             f"{float(spent.expand_as(excess)[tuple(wrong[0])]):.6g}, the limit {limit:.6g}"
         )
 
@@ -225,12 +206,8 @@ def optimal_value(
     """Return ⟨q, loss⟩ + psi_t(q) at the solution of a step, `(*batch,)`.
 
     It is differentiable, any number of times, in the loss, t, the parameters of psi and the
-    probabilities of the MDP.
-
-    Args:
-        solve: returns the solution, given the loss and t, and perhaps the parameters of `Evaluator`
-            and an MDP with other probabilities.
-        loss: `(*batch, S, A)`, finite.
+    probabilities of the MDP. `solve` gets the loss and t, and perhaps the parameters of `Evaluator`
+    and an MDP with other probabilities.
     """
     evaluator = step.evaluator
     count = 2 + len(evaluator.names)
@@ -394,12 +371,7 @@ def _only_the_loss_moves(step: FTRLStep, t: Tensor, mdp: LayeredMDP, *others: Te
 
 
 def _gap(
-    step: FTRLStep,
-    solution: Solution,
-    loss: Tensor,
-    target: Tensor,
-    t: Tensor,
-    initial: Tensor,
+    step: FTRLStep, solution: Solution, loss: Tensor, target: Tensor, t: Tensor, initial: Tensor
 ) -> Tensor:
     """Return the Fenchel-Young loss of an entropy, `(*batch,)`.
 
@@ -633,8 +605,7 @@ def _first_wrong(wrong: Tensor) -> tuple[int, ...]:
 
 def _place_of(at: tuple[int, ...]) -> str:
     *batch, trajectory, k = at
-    element = f"batch element {tuple(batch)}, " if batch else ""
-    return f"{element}trajectory {trajectory}, layer {k}"
+    return f"{element_of(batch)}trajectory {trajectory}, layer {k}"
 
 
 # -- The expected cost of the plan, and the likelihood of demonstrated trajectories ----------------

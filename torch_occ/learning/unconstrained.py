@@ -24,13 +24,12 @@ Module = TypeVar("Module", bound=nn.Module)
 class Domain(nn.Module):
     """A map from all real numbers to a domain, with its inverse, for torch's parametrizations."""
 
-    def __init__(self, owner: Parametrized, name: str, constraint: constraints.Constraint) -> None:
+    def __init__(self, constraint: constraints.Constraint) -> None:
         super().__init__()
         self.transform = transform_to(constraint)
-        self.name, self.owner = name, (owner,)  # in a tuple, so that it is not a submodule
 
     def forward(self, free: Tensor) -> Tensor:
-        """Return the parameter, as the functions of its regularizer see it."""
+        """Return the parameter."""
         return self.transform(free)
 
     def right_inverse(self, parameter: Tensor) -> Tensor:
@@ -85,7 +84,7 @@ def unconstrain(module: Module, only: Sequence[str] | None = None) -> Module:
             if own is not None and name not in names:
                 own.requires_grad_(False)
     for owner, name, constraint in found:
-        parametrize.register_parametrization(owner, name, Domain(owner, name, constraint))
+        parametrize.register_parametrization(owner, name, Domain(constraint))
     for part in module.modules():
         if isinstance(part, FTRLStep):
             part.use(part.backend)  # it looks up the parameters again

@@ -11,9 +11,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import accumulate, pairwise, starmap
-from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Concatenate,
+    ParamSpec,
+    Self,
+    SupportsIndex,
+    TypeVar,
+)
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -544,6 +554,29 @@ class LayeredMDP:
 #: Derived properties that do not depend on probabilities; computed at construction, before a
 #: transform can wrap them.
 _LAYOUT = ("layer_sizes", "layer_slices", "layer", "missing", "action_groups", "other_actions")
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def remembered(
+    function: Callable[Concatenate[LayeredMDP, _P], _T],
+) -> Callable[Concatenate[LayeredMDP, _P], _T]:
+    """A function of an MDP that is computed once, until a probability is changed in place."""
+    memory: WeakKeyDictionary[LayeredMDP, tuple[list[int], dict[Any, _T]]] = WeakKeyDictionary()
+
+    @wraps(function)
+    def recall(mdp: LayeredMDP, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        versions = versions_of(mdp.probabilities)
+        if mdp not in memory or memory[mdp][0] != versions or not versions:
+            memory[mdp] = versions, {}
+        known, key = memory[mdp][1], (args, *kwargs.items())
+        if key not in known:
+            known[key] = function(mdp, *args, **kwargs)
+        return known[key]
+
+    return recall
 
 
 def layer_of(tensor: Tensor, num_actions: int) -> Layer:

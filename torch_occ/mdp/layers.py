@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.private import has_tangent, inside_transform, versions_of
-from torch_occ._support.streams import invert
 from torch_occ.mdp.checks import broadcast, check_rows
 
 #: The largest number of products in memory, unless one batch element has more.
@@ -185,12 +184,10 @@ class SparseLayer:
 
     @property
     def tensor(self) -> Tensor:
-        index, shape = (
-            torch.stack([self.pattern.pair, self.pattern.next]).long(),
-            self.pattern.shape,
-        )
+        of = self.pattern
+        index = torch.stack([of.pair, of.next]).long()
         return torch.sparse_coo_tensor(
-            index, self.probabilities, shape, is_coalesced=True, check_invariants=False
+            index, self.probabilities, of.shape, is_coalesced=True, check_invariants=False
         )
 
     @property
@@ -297,19 +294,14 @@ class SparseLayer:
     def check(self, k: int, actions: Tensor) -> None:
         fixed = self.with_probabilities(self.probabilities.detach())
         sums = fixed.ahead(fixed.probabilities.new_ones(self.sizes[2]))
+        words = (f"layer {k}, state", "action")
 
         def locate(entry: list[int]) -> tuple[int, int, int]:
             state, action = divmod(int(self.pattern.pair[entry]), self.sizes[1])
             return state, action, int(self.pattern.next[entry])
 
-        check_rows(
-            f"transitions[{k}]",
-            fixed.probabilities,
-            (f"layer {k}, state", "action"),
-            sums=sums,
-            used=actions,
-            locate=locate,
-        )
+        name, given = f"transitions[{k}]", fixed.probabilities
+        check_rows(name, given, words, sums=sums, used=actions, locate=locate)
 
 
 Layer = DenseLayer | SparseLayer
@@ -339,3 +331,13 @@ def _multiply(matrix: Tensor, x: Tensor) -> Tensor:
     if x.numel() == x.shape[-1]:
         return (matrix @ x.flatten()).view(*x.shape[:-1], matrix.shape[0])
     return (matrix @ x.flatten(0, -2).mT).mT.unflatten(0, x.shape[:-1])
+
+
+def invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
+    """Sample an index from cumulative, unnormalized probabilities by inversion.
+
+    `(N, K)` probabilities and `(N,)` uniform numbers give `(N,)` indices.
+    """
+    # Keep the product below the total, so that an entry of probability zero is never drawn.
+    target = uniform.clamp(max=1 - 4 * torch.finfo(uniform.dtype).eps) * cumulative[..., -1]
+    return (cumulative <= target.unsqueeze(-1)).sum(-1)

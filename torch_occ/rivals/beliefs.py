@@ -160,39 +160,31 @@ class Widths(NamedTuple):
 # each up to hi - lo (Jin, Jin, Luo, Sra and Yu, 2020).
 
 
-class Reach(NamedTuple):
-    """A policy, the bounds of the transitions, and scratch memory, for one seed."""
-
-    policy: Floats  # (S * A,)
-    lower: Floats  # (M,)
-    upper: Floats  # (M,)
-    room: Floats  # (S * A,), what the lower bounds leave
-    ahead: Floats  # (S,), values of states
-    order: Floats  # (S,), the states of each layer by decreasing value
-
-
 @routine
-def upper_bound(model: Model, entry: Ints, reach: Reach, target: int, layer: int) -> float:
-    """u(target), the upper occupancy bound of a state of this layer for one seed's policy."""
-    start, num_actions, f = model.start, model.num_actions, reach.ahead
-    lower, upper, policy = reach.lower, reach.upper, reach.policy
+def upper_bound(model: Model, learner: Any, target: int, layer: int) -> float:
+    """u(target), the upper occupancy bound of a state of this layer for the policy of one seed.
+
+    `ahead` gets the values of states, and `order` the states of each layer by decreasing value.
+    """
+    start, num_actions, f, order = model.start, model.num_actions, learner.ahead, learner.order
+    lower, upper, policy, entry = learner.lower, learner.upper, learner.policy, learner.entry
     if layer == 0:
         return model.initial[target]
     for k in range(layer - 1, -1, -1):
         first = start[k + 1]
         if k + 1 < layer:
-            sort_states(f, reach.order, first, start[k + 2])
+            sort_states(f, order, first, start[k + 2])
         for s in range(start[k], first):
             total = 0.0
             for i in range(s * num_actions, (s + 1) * num_actions):
                 if policy[i] > 0.0:
-                    value, left = 0.0, reach.room[i]
+                    value, left = 0.0, learner.room[i]
                     if k + 1 == layer:  # all that is left goes to the target
                         e = entry[i] + target - first
                         value = lower[e] + min(upper[e] - lower[e], left)
                     else:
                         for n in range(first, start[k + 2]):
-                            there = int(reach.order[n])
+                            there = int(order[n])
                             e = entry[i] + there - first
                             more = min(upper[e] - lower[e], left)
                             left -= more
@@ -436,16 +428,13 @@ def estimate_losses(game: Game, by_bounds: bool, learner: Any) -> None:
     """Write the table of losses, or loss / (u + bias) of visited pairs; u is q, or bounds it."""
     for i in range(len(learner.q)):
         learner.estimate[i] = 0.0
-    policy, lower, upper, room = learner.policy, learner.lower, learner.upper, learner.room
-    reach = Reach(policy, lower, upper, room, learner.ahead, learner.order)
     for n in range(len(game.pairs)):
-        own, estimate, q = lane(reach, n), lane(learner.estimate, n), lane(learner.q, n)
+        own = lane(learner, n)
         for i in range(game.table.shape[1]):
-            estimate[i] = game.table[n, i]
+            own.estimate[i] = game.table[n, i]
         for k in range(0 if game.table.shape[1] > 0 else game.pairs.shape[1]):
             i = game.pairs[n, k]
-            u = q[i]
+            u = own.q[i]
             if by_bounds:
-                reached = upper_bound(game.model, learner.entry, own, game.states[n, k], k)
-                u = own.policy[i] * reached
-            estimate[i] = game.losses[n, k] / (u + learner.bias)
+                u = own.policy[i] * upper_bound(game.model, own, game.states[n, k], k)
+            own.estimate[i] = game.losses[n, k] / (u + own.bias)

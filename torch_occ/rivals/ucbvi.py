@@ -46,12 +46,7 @@ from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propo
 from torch_occ.game.learners import Learner
 from torch_occ.game.simulate import whole
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.rivals.beliefs import (
-    PlanningLearner,
-    count_transitions,
-    entries,
-    num_transitions,
-)
+from torch_occ.rivals.beliefs import PlanningLearner, count_transitions, entries, num_transitions
 
 UCBVI_HOEFFDING, UCBVI_BERNSTEIN, SHARP_HOEFFDING, EULER_BONUS, STRONG_BONUS = 0, 1, 2, 3, 4
 

@@ -22,6 +22,7 @@ from torch_occ.step.solution import (
     Solution,
     Status,
     check_batches,
+    check_budgets,
     least_cost,
     over,
     report,
@@ -36,14 +37,12 @@ Array = NDArray[Any]
 
 # -- The multipliers, by Newton's method on the dual problem ---------------------------------------
 #
-# For multipliers y >= 0, the budgets act on the step as an additional loss G'y. Let q(y) be the
-# solution of the step without budgets for the loss L + G'y. The multipliers maximize
+# Let q(y) be the step without budgets for the loss L + G'y. The multipliers y >= 0 maximize
 #
 #     D(y) = min over q in Omega of ⟨q, L + G'y⟩ + psi_t(q) - ⟨y, h⟩,
 #
-# which is concave, with grad D = G q(y) - h and hess D = - G Pi G', where -Pi is the derivative of
-# q with respect to the loss (torch_occ.step.implicit). So one step on m multipliers needs q(y)
-# and m solutions of a linear system that is factored once, by torch or by the engine.
+# with grad D = G q(y) - h and hess D = - G Pi G' (torch_occ.step.implicit): m solutions of a linear
+# system that is factored once, by torch or by the engine.
 #
 # **Step.** The multipliers of the quadratic model that are best among y >= 0, by pivoting. Where
 # q(y) hardly responds, the model would ask for huge steps; no multiplier grows more than tenfold.
@@ -486,18 +485,14 @@ def solve_with_budgets(
     multipliers: Tensor | None,
     check: bool,
 ) -> Solution:
-    """Solve the step with budgets.
+    """Solve the step with budgets for x, minus the cumulative loss.
 
-    Args:
-        engine: the compiled step, or None to solve linear systems in torch.
-        given: the setting with its tensors, where to start, and the number of batch dimensions.
-        x: minus the cumulative loss, `(*batch, S, A)`.
-        multipliers: where to start those of the budgets, `(*batch, m)`; by default zero.
-        check: whether to raise `SolveError` if an element fails.
+    Given are the setting, where to start, and the number of batch dimensions. Without `engine`,
+    linear systems are solved in torch.
     """
     setting, start, rank = given
     mdp = setting.mdp
-    budgets.check(mdp)
+    check_budgets(budgets, mdp)
     costs, limits = budgets.on_existing_pairs(mdp), budgets.limits
     guess = torch.zeros_like(limits).detach() if multipliers is None else multipliers.detach()
     if guess.shape[-1:] != limits.shape[-1:] or bool((guess < 0).any()):

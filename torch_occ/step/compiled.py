@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,15 +18,7 @@ from torch_occ._support.constants import DEAD
 from torch_occ._support.processes import for_each
 from torch_occ.engine import batch as kernels
 from torch_occ.engine.lanes import allocator, width_of
-from torch_occ.engine.layout import (
-    Bools,
-    Floats,
-    Model,
-    Rows,
-    Work,
-    lanes_in,
-    make_work,
-)
+from torch_occ.engine.layout import Bools, Floats, Model, Work, lanes_in, make_work
 from torch_occ.engine.linear import sweep_all
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
@@ -102,12 +93,7 @@ class Origin(NamedTuple):
         needed: Sequence[bool],
         bars: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """Return derivatives with respect to the loss, t, the parameters and the probabilities.
-
-        Args:
-            needed: for the loss and each of the inputs.
-            bars: those of q and v.
-        """
+        """Return derivatives by the loss and the inputs where needed, from those by q and v."""
         step, last = self.step, 1 + len(self.values)  # the probabilities follow
         wanted = step.depth if any(needed[1:last]) else 0
         # The system is K' and not K: the sign of v_bar differs.
@@ -292,15 +278,9 @@ class CompiledStep:
         bars: Sequence[Tensor],
         more: bool,
     ) -> list[Tensor] | None:
-        """Return derivatives at a solution that is known, without solving again.
+        """Return derivatives at a known solution (q, v, certificate), or None if torch must.
 
-        Args:
-            found: q, v and the certificate.
-            bars: those of q and v.
-            more: whether to differentiate with respect to t and the parameters, too.
-
-        Returns:
-            The derivatives; None if they are computed in torch.
+        They are those in the loss; with `more`, in t and the parameters, too.
         """
         prepared = self._prepare(loss, t, found[0], None, parameters)
         if prepared is None:
@@ -392,7 +372,7 @@ class CompiledStep:
         """Raise the error of the torch path if an argument is wrong, else return."""
         given = self.evaluator.batch_shapes(self.read(1.0)[1:])
         t, _ = check_arguments(world.mdp, loss, t, start, given)
-        check_types(dict(self.regularizer.named_parameters()), self.mdp)
+        check_types(self.regularizer, self.mdp)
         check_values(self.mdp, loss.detach(), start, t.detach(), zeros=self.in_logs)
 
     def _in_domain(self, values: list[Any], parameters: Sequence[Tensor] | None) -> bool:
@@ -440,14 +420,10 @@ class CompiledStep:
         r: Floats,
         wanted: int = 0,
     ) -> tuple[Floats, Floats, Floats]:
-        """Solve H(q) u - E'm = -x, E u = r.
+        """Solve H(q) u - E'm = -x, E u = r; return u, m, and `(wanted, N, K or K * S * A)`.
 
-        Args:
-            wanted: 1 to differentiate ⟨u, grad psi(q)⟩ with respect to the weights, 2 with respect
-                to weights and exponents, 0 otherwise.
-
-        Returns:
-            u, m, and these derivatives, `(wanted, N, K or K * S * A)`.
+        These are derivatives of ⟨u, grad psi(q)⟩ by the weights, and by the exponents if 2 are
+        wanted.
         """
         count = batch.numel()
         u, m, _ = self._empty(count, 0)
@@ -577,10 +553,6 @@ def _memory(
 # -- Compiled sweeps for torch_occ.step.system, with separable Hessians and sparse transitio ----
 
 
-#: With the versions of the probabilities, which may be changed in place.
-_ROWS: WeakKeyDictionary[LayeredMDP, tuple[list[int], Rows]] = WeakKeyDictionary()
-
-
 def applies(mdp: LayeredMDP) -> bool:
     """Return whether the kernel supports this MDP: single, sparse, float64, on the CPU."""
     sparse = all(isinstance(layer, SparseLayer) for layer in mdp.layers[:-1])
@@ -589,13 +561,10 @@ def applies(mdp: LayeredMDP) -> bool:
 
 
 class CompiledSweeps:
-    """The sweeps of torch_occ.step.system.TorchSweeps in a kernel; it loops over a batch."""
+    """The sweeps of torch_occ.step.system in a kernel; it loops over a batch."""
 
     def __init__(self, states: SeparableStates, mdp: LayeredMDP) -> None:
-        versions = private.versions_of(mdp.probabilities)
-        if mdp not in _ROWS or _ROWS[mdp][0] != versions:
-            _ROWS[mdp] = versions, arrays.rows_of(mdp)
-        self.rows = _ROWS[mdp][1]
+        self.rows = arrays.rows_of(mdp)
         self.pairs = tuple(states.p.shape[-2:])
         softest = states.softest.squeeze(-1).to(states.p.dtype)
         self.states = [part.detach() for part in (states.p, states.inverse, states.total, softest)]

@@ -13,8 +13,7 @@ Given a guess g of log u, the derivative of ⟨q, loss⟩ + psi(q) vanishes if
     log u(s')   = log sum_{s,a} P(s'|s,a) exp(log u(s) + log pi(a|s)),
 
 This is soft value iteration backward through the layers, then a forward pass. The step is solved
-when log u = g. These are S equations; nothing in them overflows or underflows, however small q is.
-If kappa = 0, nothing depends on g, and the step has a closed form.
+when log u = g. If kappa = 0, nothing depends on g, and the step has a closed form.
 
 **Newton's method.** Let rho(s,a|s') = q(s,a) P(s'|s,a) / u(s') be the probability of coming from
 (s,a), P_pi and rho_pi the two kernels with the actions summed out, and C(s', .) the covariance
@@ -22,10 +21,8 @@ sum rho(s,a|s') (P(.|s,a) - P_pi(.|s)) / w. Then d(g - log u) / dg is the Jacobi
 
     J = I + kappa (I - rho_pi)^-1 C (I - P_pi)^-1,
 
-Its entries are of the order of the horizon. Its eigenvalues are at least 1, because it is similar
-to the matrix M of torch_occ.step.system. The equations are nearly piecewise linear: full steps from
-the uniform policy take 1 to 8 iterations for losses of 1 to 1e12. The direction equals that of
-torch_occ.step.newton at q, which is a descent direction. From remote starts full steps may cycle,
+whose eigenvalues are at least 1, as it is similar to the matrix M of torch_occ.step.system. The
+equations are nearly piecewise linear, so full steps are taken. From remote starts they may cycle,
 so after FULL_STEPS iterations the step length is 1/2 until the steps are small. If kappa > w, as in
 mean-field games, log pi changes kappa / w times as fast as g. Then w is lowered from kappa in
 stages, each started by extrapolation: g is nearly linear in w. J is inverted layer by layer.
@@ -36,8 +33,7 @@ three derivatives with respect to the loss, w, kappa and the probabilities. Entr
 underflow have the derivative 0. The derivative of v is right even where all of q(s) underflows.
 
 **Certificate.** The dual residual is kappa / w |log u - g|, the error of log q; if kappa > w,
-kappa / w |J^-1 (log u - g)|. In dead
-states, where log u < log DEAD, the error is relative to log u.
+kappa / w |J^-1 (log u - g)|. In dead states, log u < log DEAD, it is relative to log u.
 """
 
 from __future__ import annotations
@@ -46,13 +42,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from torch_occ._support.constants import FULL_STEPS, LOG_DEAD, OPEN, STALL_AFTER
-from torch_occ._support.private import versions_of
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import largest_exponent
@@ -70,6 +64,7 @@ from torch_occ.step.solution import (
     event_dims_of,
     report,
 )
+from torch_occ.step.system import matvec
 
 
 class Entropy(NamedTuple):
@@ -90,18 +85,6 @@ def entropy_of(composition: Composition, values: Sequence[Tensor]) -> Entropy:
 
 
 # -- kappa = 0: a closed form ----------------------------------------------------------------------
-
-
-_CONSERVES: WeakKeyDictionary[LayeredMDP, tuple[list[int], bool]] = WeakKeyDictionary()
-
-
-def conserves(mdp: LayeredMDP) -> bool:
-    """Return `conserves_mass`, remembered until a probability is changed in place."""
-    versions = versions_of(mdp.probabilities)
-    known = _CONSERVES.get(mdp)
-    if known is None or known[0] != versions or not versions:
-        known = _CONSERVES[mdp] = versions, conserves_mass(mdp)
-    return known[1]
 
 
 class SoftPlan(NamedTuple):
@@ -224,9 +207,8 @@ def invert_jacobian(mdp: LayeredMDP, entropy: Entropy, at: Unfolded) -> Callable
         onward = (policies[k].exp().unsqueeze(-2) @ kernel).squeeze(-2)  # P_pi, (*batch, n, m)
         log_q = logs[k].unsqueeze(-1) + policies[k]
         relative = log_q.unsqueeze(-1) - logs[k + 1][..., None, None, :]
-        sources = (
-            kernel * relative.clamp(max=largest_exponent(kernel.dtype)).exp()
-        )  # rho(s, a | s')
+        most = largest_exponent(kernel.dtype)
+        sources = kernel * relative.clamp(max=most).exp()  # rho(s, a | s')
         spread = (kernel - onward.unsqueeze(-2)).flatten(-3, -2) / weight
         C = sources.flatten(-3, -2).mT @ spread  # (*batch, m, m)
         inverse = torch.linalg.inv_ex(eye + C @ R).inverse
@@ -238,17 +220,13 @@ def invert_jacobian(mdp: LayeredMDP, entropy: Entropy, at: Unfolded) -> Callable
     def solve(b: Tensor) -> Tensor:
         n = list(mdp.split(b, -1))
         for k in reversed(range(mdp.horizon - 1)):
-            n[k] = n[k] + _apply_each(passes[k][0], n[k + 1])
+            n[k] = n[k] + matvec(passes[k][0], n[k + 1])
         z = [torch.zeros_like(n[0])]
         for k, (_, forth, turn) in enumerate(passes):
-            z.append(_apply_each(forth, z[-1]) + _apply_each(turn, n[k + 1]))
+            z.append(matvec(forth, z[-1]) + matvec(turn, n[k + 1]))
         return b - price * join(z, 1)
 
     return solve
-
-
-def _apply_each(matrix: Tensor, x: Tensor) -> Tensor:
-    return (matrix @ x.unsqueeze(-1)).squeeze(-1)
 
 
 def occupancy_of(mdp: LayeredMDP, log_policy: Tensor) -> Tensor:
@@ -274,10 +252,7 @@ def settle(
 ) -> tuple[Tensor, Solution]:
     """Solve log u(g) = g from a guess `(*batch, S)`, for plain tensors; in stages if kappa > w.
 
-    The first stage has w = kappa. The stages that follow lower w, and g is nearly linear in w.
-
-    Returns:
-        g, and the solution; its `value` belongs to the shaped loss.
+    Return g, and the solution; its `value` belongs to the shaped loss.
     """
     weight, price = entropy
     share, ratio, steps = 1.0, 0.5, torch.zeros_like(price[..., 0])
@@ -298,9 +273,8 @@ def settle(
         few = Options(options.tolerance, most)
         found, solution = _iterate(mdp, shaped, Entropy(lower, price), ahead, few, last)
         count = solution.certificate[..., 1]
-        if bool(
-            ((solution.status == Status.CONVERGED) | (solution.status == Status.STALLED)).all()
-        ):
+        good = (solution.status == Status.CONVERGED) | (solution.status == Status.STALLED)
+        if bool(good.all()):
             older, guess, before, level, share = guess, found, level, lower, share * ratio
             ratio = ratio**1.5 if count.max() <= 3 else ratio
         else:
@@ -326,7 +300,7 @@ def _iterate(
 ) -> tuple[Tensor, Solution]:
     """Newton's method for log u(g) = g; it stops at a relative change of 0.1 unless `precise`."""
     loss, eps = shaped.gaps, torch.finfo(guess.dtype).eps
-    enough, centred = eps**0.5 if precise else 0.1, conserves(mdp)
+    enough, centred = eps**0.5 if precise else 0.1, conserves_mass(mdp)
     # How much log q changes with g, at least.
     share = (entropy.price / entropy.weight).squeeze(-1)
     scale = share.clamp(min=1.0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import Backend, check_backend, engine_takes, later
-from torch_occ._support.private import carries_derivative, inside_transform
+from torch_occ._support.private import carries_derivative, forward_modes, inside_transform
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
 from torch_occ.regularizers.base import Regularizer, SeparableRegularizer
@@ -29,11 +29,11 @@ from torch_occ.step.solution import (
     Options,
     Solution,
     check_arguments,
+    check_budgets,
     check_episode,
     check_layout,
     check_like,
     check_reachable,
-    check_transforms,
     check_types,
     over,
     report,
@@ -197,29 +197,15 @@ class FTRLStep(Frozen):
             cumulative_loss = graph.promote(cumulative_loss, self.mdp)
             given = (warm_start, mdp, check, budgets, multipliers)
             return graph.solve_in_graph(self, cumulative_loss, t, *given)
-        autocast = False
-        if getattr(cumulative_loss, "dtype", None) is not self.mdp.dtype or (
-            self.mdp.dtype is not torch.float64
-        ):
-            cumulative_loss = graph.promote(cumulative_loss, self.mdp)
-            autocast = graph.autocasts(cumulative_loss)
-        if autocast or torch.is_inference_mode_enabled():
-            return graph.solve_plainly(
-                partial(self.solve, mdp=mdp, check=check, constraints=constraints),
-                cumulative_loss,
-                t,
-                warm_start,
-                multipliers,
-            )
+        cumulative_loss = graph.promote(cumulative_loss, self.mdp)
+        if torch.is_inference_mode_enabled() or graph.autocasts(cumulative_loss):
+            again = partial(self.solve, mdp=mdp, check=check, constraints=constraints)
+            return graph.solve_plainly(again, cumulative_loss, t, warm_start, multipliers)
         given = (warm_start, mdp, check, budgets, multipliers)
         return self.solve_at(None, cumulative_loss, t, *given)
 
     def episode(self, t: Tensor | float | None) -> Tensor | float:
-        """Return t, or 1 if t is None and nothing depends on it.
-
-        Raises:
-            TypeError: if t is None and a schedule of the regularizer depends on it.
-        """
+        """Return t, or 1 if t is None and nothing depends on it (else a TypeError)."""
         if t is None and self.schedule is not None:
             raise TypeError(
                 f"t: the schedule {self.schedule} of the regularizer depends on the episode; "
@@ -240,7 +226,6 @@ class FTRLStep(Frozen):
     ) -> Solution:
         """Solve the step at these parameters of `Evaluator` or its own."""
         if budgets is not None:
-            _check_kind(budgets)
             if warm_start is not None and self.in_logs:
                 # A q that underflowed is no start for the search; the interior point is.
                 empty = ((warm_start == 0) & self.mdp.actions).any(-1).any(-1)
@@ -291,12 +276,7 @@ class FTRLStep(Frozen):
         mdp: LayeredMDP | None,
         parameters: Sequence[Tensor] | None,
     ) -> tuple[Setting, Tensor, int]:
-        """Check the arguments of `solve`.
-
-        Returns:
-            What the torch path needs: psi_t over the MDP, where to start, and the number of batch
-            dimensions.
-        """
+        """Check the arguments; return psi_t, where to start, and the number of batch dimensions."""
         model = self.mdp if mdp is None else check_layout(mdp, self.mdp)
         start = self.interior
         if warm_start is not None:
@@ -307,8 +287,12 @@ class FTRLStep(Frozen):
             parameters = self.evaluator.parameters(check_episode(t, model))
         shapes = self.evaluator.batch_shapes(parameters)
         t, rank = check_arguments(model, cumulative_loss, t, start, shapes)
-        check_transforms()
-        check_types(dict(self.regularizer.named_parameters()), model)
+        if forward_modes() > 1:  # torch loses tangents there, silently
+            raise NotImplementedError(
+                "torch does not support forward mode inside forward mode here; "
+                "use jacrev or grad for one of them"
+            )
+        check_types(self.regularizer, model)
         if own and not inside_transform():
             self.regularizer.validate()
         probabilities = mdp is not None or any(carries_derivative(p) for p in model.probabilities)
@@ -321,13 +305,8 @@ class FTRLStep(Frozen):
         return "torch" if self._compiled is None else "engine"
 
     def check_parameters(self) -> None:
-        """Check the parameters of the regularizer.
-
-        Raises:
-            ValueError: if one is outside its domain, or has another number type or device than
-                the MDP; the message names it.
-        """
-        check_types(dict(self.regularizer.named_parameters()), self.mdp)
+        """Check number types, devices and domains of the parameters of the regularizer."""
+        check_types(self.regularizer, self.mdp)
         self.regularizer.validate()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -359,8 +338,7 @@ def _check_parts(mdp: LayeredMDP, regularizer: Regularizer, constraints: Budgets
             f"regularizer: expected an occ.Regularizer, got {_kind_of(regularizer)}; {advice}"
         )
     if constraints is not None:
-        _check_kind(constraints)
-        constraints.check(mdp)
+        check_budgets(constraints, mdp)
     check_reachable(mdp)
     for leaf in regularizer.leaves():
         if isinstance(leaf, SeparableRegularizer) and not leaf.arguments:
@@ -369,13 +347,6 @@ def _check_parts(mdp: LayeredMDP, regularizer: Regularizer, constraints: Budgets
                 "override pair, rest, state or complement"
             )
     regularizer.check_places(mdp)
-
-
-def _check_kind(constraints: Any) -> None:
-    if not isinstance(constraints, Budgets):
-        raise TypeError(
-            f"constraints: expected occ.Budgets(costs, limits), got {type(constraints).__name__}"
-        )
 
 
 def _kind_of(x: Any) -> str:

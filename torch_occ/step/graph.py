@@ -137,30 +137,14 @@ def solve_in_graph(
         return Solution(q, v, certificate, compiled, prices, slack)
     if not torch.compiler.is_dynamo_compiling():
         raise NotImplementedError(f"torch.export: {reason}")
-    return _solve_outside(step, loss, t, warm_start, mdp, check, budgets, multipliers)
+    named = {"mdp": mdp, "check": check, "constraints": budgets, "multipliers": multipliers}
+    return _solve_outside(step, loss, t, warm_start=warm_start, **named)
 
 
 @outside_graphs
-def _solve_outside(
-    step: FTRLStep,
-    loss: Tensor,
-    t: Tensor | float,
-    warm_start: Tensor | None,
-    mdp: LayeredMDP | None,
-    check: bool,
-    constraints: Budgets | None,
-    multipliers: Tensor | None,
-) -> Solution:
+def _solve_outside(step: FTRLStep, loss: Tensor, t: Tensor | float, **given: Any) -> Solution:
     """Solve a step between two graphs, as without torch.compile."""
-    return step.solve(
-        loss,
-        t,
-        warm_start=warm_start,
-        mdp=mdp,
-        check=check,
-        constraints=constraints,
-        multipliers=multipliers,
-    )
+    return step.solve(loss, t, **given)
 
 
 def step_of(name: str) -> FTRLStep:
@@ -264,16 +248,8 @@ def pull_back_step(
 
 
 @pull_back_step.register_fake
-def _(
-    name: str,
-    bars: Tensors,
-    found: Tensors,
-    loss: Tensor,
-    t: Tensor,
-    parameters: Tensors,
-    budgets: Tensors,
-    more: bool,
-) -> list[Tensor]:
+def _(*given: Any) -> list[Tensor]:
+    *_, loss, t, parameters, budgets, more = given
     moving = (loss, *((t, *parameters, *budgets[:2]) if more else ()))
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in moving]
 
@@ -305,15 +281,9 @@ solve_step.register_autograd(_pull_back, setup_context=_save)
 
 @solve_step.register_vmap
 def _(
-    info: Any,
-    in_dims: tuple[Any, ...],
-    name: str,
-    loss: Tensor,
-    t: Tensor,
-    start: Tensor | None,
-    parameters: Tensors,
-    budgets: Tensors,
+    info: Any, in_dims: tuple[Any, ...], name: str, *given: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    loss, t, start, parameters, budgets = given
     _, loss_dim, t_dim, start_dim, *dims = in_dims
     if any(dim is not None for part in dims for dim in part) or budgets:
         raise NotImplementedError(

@@ -32,8 +32,8 @@ from torch_occ.regularizers.base import SeparableRegularizer, total
 from torch_occ.regularizers.derivatives import Derivatives, Evaluator, derivatives
 from torch_occ.regularizers.parameters import spread_batch, with_rank
 from torch_occ.regularizers.terms import Argument, change
-from torch_occ.step.entropic import Entropic, conserves, entropy_of, poison, push_forward
-from torch_occ.step.newton import newton
+from torch_occ.step.entropic import Entropic, entropy_of, poison, push_forward
+from torch_occ.step.newton import conserves_mass, newton
 from torch_occ.step.solution import (
     Options,
     Solution,
@@ -75,11 +75,9 @@ class Setting:
 
     def bind(self, tensors: Sequence[Tensor]) -> Setting:
         """Return psi_t and the MDP with these tensors."""
-        t, count = tensors[0], len(self.evaluator.names)
-        mdp = self.mdp
-        if self.probabilities:
-            mdp = mdp.with_probabilities(*tensors[1 + count :])
-        return replace(self, mdp=mdp, t=t, parameters=tuple(tensors[1 : 1 + count]))
+        last, mdp = 1 + len(self.evaluator.names), self.mdp
+        mdp = mdp.with_probabilities(*tensors[last:]) if self.probabilities else mdp
+        return replace(self, mdp=mdp, t=tensors[0], parameters=tuple(tensors[1:last]))
 
     def align(self, rank: int, *pairs: Tensor) -> list[Tensor]:
         """Return these tensors, `(*batch, S, A)`, and its own with this number of batch dimensions.
@@ -309,12 +307,9 @@ class ImplicitSolution(torch.autograd.Function):
 def solve_setting(
     setting: Setting, options: Options, loss: Tensor, start: Tensor, rank: int, check: bool | None
 ) -> Solution:
-    """Solve the step in torch, an entropy in logarithms.
+    """Solve the step in torch, an entropy in logarithms; `rank` counts batch dimensions.
 
-    Args:
-        setting: with its tensors, which need not be aligned.
-        rank: the number of batch dimensions.
-        check: as in `Stationarity`.
+    `check` as in `Stationarity`. The tensors of the setting need not be aligned.
     """
     mdp, evaluator = setting.mdp, setting.evaluator
     tensors = setting.align(rank, -loss, start)
@@ -323,7 +318,7 @@ def solve_setting(
     given = entropy_of(evaluator.composition, [spread_batch(setting.t), *setting.parameters])
     mdp = setting.bind(tensors[2:]).mdp
     closed = is_entropy(evaluator.regularizer, closed=True)
-    centred = not (setting.probabilities or inside_transform()) and conserves(mdp)
+    centred = not (setting.probabilities or inside_transform()) and conserves_mass(mdp)
     equation = Entropic(mdp, options, setting.probabilities, closed, check, centred)
     probabilities = mdp.probabilities if setting.probabilities else ()
     entropy = [with_rank(x, rank, 1) for x in given]
@@ -370,9 +365,6 @@ class Linearization:
         moved: Tensor = ImplicitSolution.apply(Linearized(self.setting), *tensors)[0]
         return moved
 
-    def _bound(self) -> Setting:
-        return self.setting.bind(self.setting.align(self.q.dim() - 2))
-
     def dense(self) -> Tensor:
         """Return Pi as a matrix over all pairs, `(*batch, S * A, S * A)`."""
         identity = torch.eye(self.q.shape[-2:].numel(), dtype=self.q.dtype, device=self.q.device)
@@ -381,14 +373,11 @@ class Linearization:
     def bend(self, u: Tensor, G: Tensor) -> Tensor:
         """Return D3psi[u](G) = d/ds tr(H(q + s u) G), `(*batch,)`.
 
-        For scalar terms f(x), with x linear in q, this is the sum of f'''(x) times the change of x
-        along u times the variance of x if q has the covariance G.
-
-        Args:
-            u: `(*batch, S, A)`.
-            G: symmetric, `(*batch, S * A, S * A)`.
+        G `(*batch, S * A, S * A)` is symmetric. For scalar terms f(x), with x linear in q, this is
+        the sum of f'''(x) times the change of x along u times the variance of x if q has the
+        covariance G.
         """
-        bound = self._bound()
+        bound = self.setting.bind(self.setting.align(self.q.dim() - 2))
         if bound.evaluator.regularizer.levels != {SeparableRegularizer}:
             return self._bend_by_columns(bound, u, G)
         total = torch.zeros_like(u[..., 0, 0])
@@ -407,15 +396,13 @@ class Linearization:
         def value(*xs: Tensor) -> Tensor:
             return total(self.mdp, evaluate(dict(zip(names, xs, strict=True)))).sum()
 
-        def slopes(*xs: Tensor) -> Tensor:
-            parts = (slope.sum() for slope in torch.func.grad(value, every)(*xs))
-            return sum(parts, xs[0].new_zeros(()))
+        def slopes_of(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            return lambda *xs: torch.stack(
+                [slope.sum() for slope in torch.func.grad(function, every)(*xs)]
+            ).sum()
 
-        def curvatures(*xs: Tensor) -> Tensor:
-            parts = (curvature.sum() for curvature in torch.func.grad(slopes, every)(*xs))
-            return sum(parts, xs[0].new_zeros(()))
-
-        return dict(zip(names, torch.func.grad(curvatures, every)(*inputs.values()), strict=True))
+        third = torch.func.grad(slopes_of(slopes_of(value)), every)(*inputs.values())
+        return dict(zip(names, third, strict=True))
 
     def _variance(self, name: Argument, G: Tensor) -> Tensor:
         """Return the variance of an argument of psi if q has the covariance G."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.constants import STALL_AFTER
-from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.layered import LayeredMDP, remembered
 from torch_occ.mdp.layers import DenseLayer, SparseLayer
 from torch_occ.mdp.occupancy import (
     Flow,
@@ -137,10 +137,7 @@ def _digits(eps: float) -> tuple[int, int]:
 
 
 def _expect(
-    layer: DenseLayer | SparseLayer,
-    high: Tensor,
-    low: Tensor,
-    normalized: bool,
+    layer: DenseLayer | SparseLayer, high: Tensor, low: Tensor, normalized: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return E[v(s') | s, a] for v = high + low `(*batch, S')`, as two parts `(*batch, S, A)`.
 
@@ -174,6 +171,7 @@ def _cut_values(x: Tensor, digits: int) -> Tensor:
     return _cut(x, torch.exp2(torch.where(size > 0, size, 1.0).log2().ceil() - digits))
 
 
+@remembered
 def conserves_mass(mdp: LayeredMDP) -> bool:
     """Return whether all rows of P sum to one up to rounding."""
     eps = torch.finfo(mdp.dtype).eps
@@ -231,22 +229,10 @@ def rejoin(mdp: LayeredMDP, v: Tensor) -> Tensor:
 
 # -- Damped Newton iterations on the manifold of occupancy measures --------------------------------
 #
-# Three ideas keep it accurate for the large losses and small occupancies of long runs:
-#
-# - **Shaping**, as above. The gradient is treated in the same way: where one pair takes nearly all
-#   of a layer, its slope in 1 - q is huge. This slope is subtracted from all pairs of the layer,
-#   which changes the objective only by a constant.
-# - **Step length by relative change.** All elementary terms satisfy |x f'''(x)| <= 2 f''(x), with
-#   f'' decreasing. If no argument of psi falls by more than the fraction rho along the Newton step,
-#   then the step of length 1/(1 + rho) decreases the objective, from every start. For rho <= 1/2
-#   the full step does. No function values are compared, so rounding errors do not matter. For other
-#   regularizers the slope at the end is checked: where it rises steeply, the step is shortened.
-# - **Retraction.** Each iterate is replaced by the occupancy of its own policy, q -> pi -> q, by
-#   additions of positive numbers only. So the flow constraints hold to the last digit in every
-#   state, however rarely it is visited.
-#
-# The iteration stops when no pair changes by more than sqrt(eps) relative to itself. Newton's
-# method squares the error, so only rounding errors are left after the last step.
+# docs/step.md says why a step has the length 1/(1 + fall), and why each iterate is replaced by the
+# occupancy of its own policy. The gradient is shaped like the loss: where one pair takes nearly all
+# of a layer, its slope in 1 - q is huge. This slope is subtracted from all pairs of the layer,
+# which changes the objective only by a constant.
 
 
 def newton(
@@ -256,15 +242,10 @@ def newton(
     start: Tensor,
     options: Options,
 ) -> Solution:
-    """Minimize ⟨q, loss⟩ + psi_t(q) for a batch; each element stops on its own.
+    """Minimize ⟨q, loss⟩ + psi_t(q); each element of the batch stops on its own, with a status.
 
-    Args:
-        derive: q -> gradient and Hessian of psi_t at q.
-        loss: `(*batch, S, A)`, with the full batch shape.
-        start: the occupancy of an interior policy, which broadcasts against the loss.
-
-    Returns:
-        The solution with a status per element; failures do not raise.
+    The loss `(*batch, S, A)` has the full batch shape, and `derive` is q -> gradient and Hessian of
+    psi_t. The start is the occupancy of an interior policy.
     """
     solution, rounding = _descend(flow, derive, shape_loss(flow.mdp, loss), start, options)
     ended = (solution.status == Status.STALLED) | solution.converged
@@ -285,11 +266,7 @@ def _descend(
     start: Tensor,
     options: Options,
 ) -> tuple[Solution, Tensor]:
-    """Minimize for a loss that is shaped already.
-
-    Returns:
-        The solution, and the relative error of q from rounding in the shaping, `(*batch,)`.
-    """
+    """Minimize for a shaped loss; also return the error of q from rounding there, `(*batch,)`."""
     mdp, dtype = flow.mdp, shaped.gaps.dtype
     eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).tiny / torch.finfo(dtype).eps
     source, nothing = flow_source(mdp), torch.zeros_like(shaped.value)

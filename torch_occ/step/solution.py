@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torch_occ._support import constants
-from torch_occ._support.private import forward_modes
 from torch_occ.mdp.checks import broadcast, check_table
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import optimal_policy
@@ -147,24 +146,8 @@ class Solution(NamedTuple):
 
     def merge(self, other: Solution, where: Tensor) -> Solution:
         """Return `other` at the elements given by `where` `(*batch,)`, this solution elsewhere."""
-        q, value, certificate = (
-            torch.where(over(where, mine.dim() - where.dim()), theirs, mine)
-            for mine, theirs in zip(self[:3], other[:3], strict=True)
-        )
+        q, value, certificate = merge(where, other[:3], self[:3])
         return Solution(q, value, certificate, self.compiled)
-
-
-class Certified(Protocol):
-    """A result with a status per batch element, `(*batch,)`."""
-
-    @property
-    def status(self) -> Tensor: ...
-
-    @property
-    def steps(self) -> Tensor: ...
-
-    @property
-    def dual_residual(self) -> Tensor: ...
 
 
 def over(x: Tensor, event_dims: int) -> Tensor:
@@ -172,12 +155,18 @@ def over(x: Tensor, event_dims: int) -> Tensor:
     return x[(..., *(None,) * event_dims)]
 
 
+def merge(where: Tensor, theirs: Sequence[Tensor], mine: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors `(*batch, ...)` with their elements given by `where` `(*batch,)`."""
+    pairs = zip(theirs, mine, strict=True)
+    return [torch.where(over(where, x.dim() - where.dim()), y, x) for y, x in pairs]
+
+
 class SolveError(RuntimeError):
     """Raised when a step could not be certified. `solution` holds the uncertified result."""
 
-    def __init__(self, message: str, solution: Certified) -> None:
+    def __init__(self, message: str, solution: Any) -> None:
         super().__init__(message)
-        self.solution: Any = solution  # a Solution or a Projection
+        self.solution = solution
 
 
 class InfeasibleError(SolveError):
@@ -206,8 +195,10 @@ class InfeasibleError(SolveError):
         self.certificate, self.element = certificate, element
 
 
-def report(check: bool, solution: Certified, what: str = "the FTRL step") -> None:
+def report(check: bool, solution: Any, what: str = "the FTRL step") -> None:
     """Report failed elements of a solution if `check` is set; `what` names the problem.
+
+    The solution has a status, steps and a dual residual per element.
 
     Raises:
         SolveError: if an element failed; the message lists the first five.
@@ -288,36 +279,36 @@ class Budgets(nn.Module):
     def __repr__(self) -> str:
         return f"Budgets({len(self)} budgets, costs {tuple(self.costs.shape)})"
 
-    def check(self, mdp: LayeredMDP) -> None:
-        """Check that the costs fit an MDP.
-
-        Raises:
-            ValueError: if shape, number type or device differ, or a cost is not finite.
-        """
-        expected = (mdp.num_states, mdp.num_actions)
-        if tuple(self.costs.shape[-2:]) != expected:
-            raise ValueError(
-                f"constraints: expected costs of shape (*batch, m, {expected[0]}, {expected[1]}), "
-                f"got {tuple(self.costs.shape)}"
-            )
-        for name, x in (("costs", self.costs), ("limits", self.limits)):
-            if x.dtype != mdp.dtype or x.device != mdp.device:
-                raise ValueError(
-                    f"constraints: {name} are {x.dtype} on {x.device}, the MDP {mdp.dtype} on "
-                    f"{mdp.device}; convert one of them"
-                )
-        wrong = (~self.costs.isfinite() & mdp.actions).nonzero()
-        if len(wrong):
-            *batch, budget, state, action = wrong[0].tolist()
-            element = f"batch element {tuple(batch)}, " if batch else ""
-            raise ValueError(
-                f"constraints: the cost of {element}budget {budget}, {mdp.locate(state)}, action "
-                f"{action} is {float(self.costs[tuple(wrong[0])])}; expected a finite number"
-            )
-
     def on_existing_pairs(self, mdp: LayeredMDP) -> Tensor:
         """The costs, zero on masked pairs."""
         return self.costs if bool(mdp.actions.all()) else self.costs.where(mdp.actions, 0.0)
+
+
+def check_budgets(budgets: Budgets, mdp: LayeredMDP) -> None:
+    """Check that these are budgets, and that their costs fit an MDP."""
+    if not isinstance(budgets, Budgets):
+        kind = type(budgets).__name__
+        raise TypeError(f"constraints: expected occ.Budgets(costs, limits), got {kind}")
+    expected = (mdp.num_states, mdp.num_actions)
+    if tuple(budgets.costs.shape[-2:]) != expected:
+        raise ValueError(
+            f"constraints: expected costs of shape (*batch, m, {expected[0]}, {expected[1]}), "
+            f"got {tuple(budgets.costs.shape)}"
+        )
+    for name, x in (("costs", budgets.costs), ("limits", budgets.limits)):
+        if x.dtype != mdp.dtype or x.device != mdp.device:
+            raise ValueError(
+                f"constraints: {name} are {x.dtype} on {x.device}, the MDP {mdp.dtype} on "
+                f"{mdp.device}; convert one of them"
+            )
+    wrong = (~budgets.costs.isfinite() & mdp.actions).nonzero()
+    if len(wrong):
+        *batch, budget, state, action = wrong[0].tolist()
+        raise ValueError(
+            f"constraints: the cost of {element_of(batch)}budget {budget}, "
+            f"{mdp.locate(state)}, action {action} is {float(budgets.costs[tuple(wrong[0])])}; "
+            "expected a finite number"
+        )
 
 
 def least_cost(mdp: LayeredMDP, costs: Tensor) -> Tensor:
@@ -369,9 +360,9 @@ def check_episode(t: Any, mdp: LayeredMDP) -> Tensor:
         ) from None
 
 
-def check_types(parameters: Mapping[str, Tensor], mdp: LayeredMDP) -> None:
+def check_types(regularizer: nn.Module, mdp: LayeredMDP) -> None:
     """Check that parameters have the number type and the device of the MDP."""
-    for name, parameter in parameters.items():
+    for name, parameter in regularizer.named_parameters():
         if parameter.dtype != mdp.dtype or parameter.device != mdp.device:
             raise ValueError(
                 f"regularizer: {name} is {parameter.dtype} on {parameter.device}, the MDP "
@@ -423,18 +414,6 @@ def check_batches(shapes: Mapping[str, torch.Size]) -> None:
             ) from None
 
 
-def check_transforms() -> None:
-    """Refuse forward mode inside forward mode.
-
-    torch loses tangents of a custom function there, and the result would be silently wrong.
-    """
-    if forward_modes() > 1:
-        raise NotImplementedError(
-            "torch does not support forward mode inside forward mode here; "
-            "use jacrev or grad for one of them"
-        )
-
-
 def check_like(name: str, x: Tensor, mdp: LayeredMDP) -> None:
     """Check that x is a tensor `(*batch, S, A)` with the number type and the device of the MDP."""
     check_table(name, x, mdp)
@@ -480,5 +459,9 @@ def event_dims_of(mdp: LayeredMDP) -> tuple[int, ...]:
 def place_of(mdp: LayeredMDP, index: Tensor) -> str:
     """Return the batch element, layer, state and action of an index, for error messages."""
     *batch, state, action = index.tolist()
-    element = f"batch element {tuple(batch)}, " if batch else ""
-    return f"{element}{mdp.locate(state)}, action {action}"
+    return f"{element_of(batch)}{mdp.locate(state)}, action {action}"
+
+
+def element_of(batch: Sequence[int]) -> str:
+    """Return the beginning of an error message: the batch element, if there is a batch."""
+    return f"batch element {tuple(batch)}, " if batch else ""

@@ -40,9 +40,7 @@ class SeparableStates:
 
     def __init__(self, hessian: Separable) -> None:
         d, w = hessian.d, hessian.w
-        inverse = hessian.curvature.reciprocal()
-        if not bool(hessian.actions.all()):
-            inverse = inverse.masked_fill(~hessian.actions, 0.0)
+        inverse = hessian.curvature.reciprocal().masked_fill(~hessian.actions, 0.0)
         share = w * inverse
         # e = 1 - sum w/D cancels when one action dominates its state, so 1 - w/D of that action is
         # computed as d/D. The sign in the key keeps masked actions, where d = w = 0, from being
@@ -108,7 +106,7 @@ class GeneralStates:
         self.kappa = (self.corner / length.squeeze(-1) ** 2).clamp(min=0)
 
     def respond(self, x: Tensor) -> Tensor:
-        return (self.R @ x.unsqueeze(-1)).squeeze(-1)
+        return matvec(self.R, x)
 
     def covariance(self, kernel: Tensor, layer: slice = slice(None)) -> Tensor:
         return kernel.flatten(-3, -2).mT @ (self.R[..., layer, :, :] @ kernel).flatten(-3, -2)
@@ -124,9 +122,7 @@ class GeneralStates:
 def has_inertia(matrix: Tensor, negative: int) -> Tensor:
     """Return whether symmetric matrices have this number of negative eigenvalues, up to rounding.
 
-    Args:
-        matrix: `(*batch, n, n)`, scaled to entries of size one.
-        negative: the number of negative eigenvalues.
+    They are `(*batch, n, n)`, and scaled to entries of size one.
     """
     finite = matrix.isfinite().all(-1).all(-1)
     eigenvalues = torch.linalg.eigvalsh(torch.where(finite[..., None, None], matrix, 0.0))
@@ -144,14 +140,8 @@ States = SeparableStates | GeneralStates
 #     backward:   v = z + P_p v                      the multipliers
 #     forward:    du = r + P'(R(x - P v) + p du)     the change of q(s); all flow constraints hold
 #
-# The guess is right when kappa du = z + p'x. With z = K^(1/2) y - p'x this is M y = b for the
-# matrix M = I + K^(1/2) B' Q B K^(1/2) of the factorization, and K^(1/2) du - y is the residual b
-# - M y.
-#
-# All eigenvalues of M are at least one. They are at most of the order of the horizon squared times
-# the number of actions, whatever q and P are, because no pair sends more mass into a state than the
-# state receives. In practice they are at most a few dozen. An iteration costs one product with P
-# and one with P'.
+# The guess is right when kappa du = z + p'x. With z = K^(1/2) y - p'x this is M y = b (see below),
+# and K^(1/2) du - y is the residual b - M y.
 #
 # The error of a step is measured relative to q(s) in each state, so that rare states are as
 # accurate as frequent ones. Newton's method can use an unfinished step: y is orthogonal to the
@@ -175,30 +165,29 @@ class Swept(NamedTuple):
 Sweep = Callable[[Tensor, Tensor | None, Tensor | None], Swept]
 
 
-class TorchSweeps:
-    """The sweeps in torch, layer by layer, for dense and sparse layers."""
+def sweeps_in_torch(states: States, flow: LayeredFlow) -> Sweep:
+    """Return the sweeps layer by layer, for dense and sparse layers."""
+    split = flow.mdp.split
+    policies = split(states.p, -2)
 
-    def __init__(self, states: States, flow: LayeredFlow) -> None:
-        self.states, self.flow = states, flow
-        self.policies = flow.mdp.split(states.p, -2)
-
-    def sweep(self, z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
-        flow, split = self.flow, self.flow.mdp.split
+    def sweep(z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
         forces = split(z, -1)
         v = [forces[-1]]
         zero = torch.zeros_like(v[0]).unsqueeze(-1)
         ahead = [zero.expand(*v[0].shape, flow.mdp.num_actions)]
         for k in reversed(range(len(flow.layers))):
             ahead.insert(0, flow.layers[k].ahead(v[0]))
-            v.insert(0, forces[k] + (self.policies[k] * ahead[0]).sum(-1))
+            v.insert(0, forces[k] + (policies[k] * ahead[0]).sum(-1))
         expected = join(ahead, 2)
-        within = self.states.respond(-expected if x is None else x - expected)
+        within = states.respond(-expected if x is None else x - expected)
         sources, parts = None if r is None else split(r, -1), split(within, -2)
         du = [torch.zeros_like(v[0]) if sources is None else sources[0]]
         for k, layer in enumerate(flow.layers):
-            arrived = layer.arrive(parts[k] + self.policies[k] * du[k].unsqueeze(-1))
+            arrived = layer.arrive(parts[k] + policies[k] * du[k].unsqueeze(-1))
             du.append(arrived if sources is None else sources[k + 1] + arrived)
         return Swept(join(v, 1), within, join(du, 1))
+
+    return sweep
 
 
 class ConjugateGradients:
@@ -214,7 +203,6 @@ class ConjugateGradients:
         self.sweep = sweep_of(states, flow)
         # A residual y corresponds to an error of y / root in du. States with kappa = 0 have none.
         self.unit = torch.where(states.kappa > 0, self.root * visits, torch.inf)  # (*batch, S)
-        self.iterations = 0
 
     def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (dq, v).
@@ -273,7 +261,6 @@ class ConjugateGradients:
         for _ in range(MAX_ITERATIONS):
             if not bool(running.any()):
                 break
-            self.iterations += 1
             image = direction - self.root * self.sweep(self.root * direction, None, None).du
             # Elements that have stopped do not change.
             length = torch.where(running, square / (direction * image).sum(-1), 0.0).unsqueeze(-1)
@@ -292,7 +279,7 @@ def sweep_of(states: States, flow: LayeredFlow) -> Sweep:
         if compiled.applies(flow.mdp):
             sweep: Sweep = compiled.CompiledSweeps(states, flow.mdp).sweep
             return sweep
-    return TorchSweeps(states, flow).sweep
+    return sweeps_in_torch(states, flow)
 
 
 @cache
@@ -308,54 +295,34 @@ def _largest(residual: Tensor, unit: Tensor) -> Tensor:
 #
 #     H dq = x + E' v,        E dq = r
 #
-# for the step dq `(*batch, S, A)` and the multipliers v `(*batch, S)`. H is block-diagonal over
-# states, except for joint regularizers.
-#
-# **One state.** Its actions are eliminated, which leaves (R, p, kappa).
-#
-# **All states.** Let du be the change of q(s), K = diag(kappa), P_p the transition matrix under p,
-# and Q = P' R P the covariance of the next state under R. Eliminating the actions leaves
+# for the step dq `(*batch, S, A)` and the multipliers v `(*batch, S)`; docs/step.md derives it. Let
+# du be the change of q(s), K = diag(kappa), P_p the transition matrix under p, and Q = P' R P.
+# Without the actions,
 #
 #     kappa du = p'x + (I - P_p) v,        (I - P_p)' du = r + P'R x - Q v.
 #
-# With B = (I - P_p)^-1, which is a sweep through the layers, only the matrix
+# With B = (I - P_p)^-1, a sweep through the layers, M = I + K^(1/2) B' Q B K^(1/2) is left to be
+# factored: as a whole, in conjugate gradients, or layer by layer as in a Kalman filter,
 #
-#     M = I + K^(1/2) B' Q B K^(1/2)
-#
-# has to be factored. It is symmetric. Its eigenvalues are at least 1, and in practice at most a few
-# dozen, whatever the scale of q. There are three methods:
-#
-# - Small MDPs form M and factor it.
-# - Wide and sparse MDPs only apply M, in conjugate gradients.
-# - Others proceed layer by layer, as in a Kalman filter. Y_k is the covariance that arrives in
-#   layer k, and K_k the information there:
-#
-#       Yhat_k = (Y_k^-1 + K_k)^-1,        Y_{k+1} = Q_{k+1} + P_p' Yhat_k P_p.
+#     Yhat_k = (Y_k^-1 + K_k)^-1,        Y_{k+1} = Q_{k+1} + P_p' Yhat_k P_p.
 
 
 class Factorization(Protocol):
     """A factored system, which solves for many right-hand sides."""
 
     def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Solve for right-hand sides x `(*batch, S, A)` and r `(*batch, S)`.
+        """Return (dq, v) for right-hand sides x `(*batch, S, A)` and r `(*batch, S)`.
 
-        Args:
-            guess: multipliers close to v, `(*batch, S)`, from the last Newton step. An iterative
-                solver starts from them, and stops when the error is small compared with the first
-                one. The others ignore them.
-
-        Returns:
-            (dq, v).
+        With a guess of v from the last Newton step, an iterative solver starts there, and stops
+        when the error is small compared with the first one. The others ignore it.
         """
         ...
 
 
 def factorize(hessian: Hessian, flow: Flow, q: Tensor, *, exact: bool = False) -> Factorization:
-    """Factor the system by the method that is expected to be fastest.
+    """Factor the system at q by the method that is expected to be fastest.
 
-    Args:
-        hessian: the Hessian of psi at q.
-        exact: whether systems will be solved to rounding, without a guess.
+    `exact` says whether systems will be solved to rounding, without a guess.
     """
     if isinstance(hessian, Full):
         return FullFactorization(hessian, flow.mdp)
@@ -404,12 +371,12 @@ class DenseFactorization:
     def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
         states, flow = self.states, self.flow
         mean = (states.p * x).sum(-1)
-        arrived = r + flow.inflow(states.respond(x)) + _apply(self.Q, _apply(self.B, mean))
-        free = self.root * _apply(self.B.mT, arrived)  # K^(1/2) du if kappa were zero
+        arrived = r + flow.inflow(states.respond(x)) + matvec(self.Q, matvec(self.B, mean))
+        free = self.root * matvec(self.B.mT, arrived)  # K^(1/2) du if kappa were zero
         held = torch.cholesky_solve(free.unsqueeze(-1), self.cholesky).squeeze(-1)
-        v = _apply(self.B, self.root * held - mean)
+        v = matvec(self.B, self.root * held - mean)
         within = states.respond(x - flow.lookahead(v))
-        du = _apply(self.B.mT, r + flow.inflow(within))
+        du = matvec(self.B.mT, r + flow.inflow(within))
         return states.p * du.unsqueeze(-1) + within, v
 
 
@@ -441,17 +408,17 @@ class LayeredFactorization:
         for k, (kappa, gain, mean) in enumerate(zip(self.kappas, self.gains, means, strict=True)):
             pull.append(kappa * m - mean)
             if k + 1 < len(means):
-                m = arrivals[k + 1] + _apply(self.steps[k].mT, m - _apply(gain, pull[k]))
+                m = arrivals[k + 1] + matvec(self.steps[k].mT, m - matvec(gain, pull[k]))
         values: list[Tensor] = []
         for k in reversed(range(len(means))):
-            y = pull[k] + _apply(self.steps[k], values[0]) if values else pull[k]
-            values.insert(0, y - self.kappas[k] * _apply(self.gains[k], y))
+            y = pull[k] + matvec(self.steps[k], values[0]) if values else pull[k]
+            values.insert(0, y - self.kappas[k] * matvec(self.gains[k], y))
         v = torch.cat(values, -1)
         within = states.respond(x - flow.lookahead(v))
         sources = split(r + flow.inflow(within), -1)
         du = [sources[0]]
         for k, step in enumerate(self.steps):
-            du.append(sources[k + 1] + _apply(step.mT, du[k]))
+            du.append(sources[k + 1] + matvec(step.mT, du[k]))
         return states.p * torch.cat(du, -1).unsqueeze(-1) + within, v
 
 
@@ -499,7 +466,8 @@ class FullFactorization:
         return has_inertia(self.system * sign.unsqueeze(-2), num_states)
 
 
-def _apply(matrix: Tensor, x: Tensor) -> Tensor:
+def matvec(matrix: Tensor, x: Tensor) -> Tensor:
+    """Return products of matrices `(*batch, n, m)` with vectors `(*batch, m)`."""
     return (matrix @ x.unsqueeze(-1)).squeeze(-1)
 
 
