@@ -134,8 +134,8 @@ def sweep(
     store, checkpoints = directory / "cells", directory / "checkpoints"
     store.mkdir(parents=True, exist_ok=True)
     configs = _named(function, cells)
-    known = {name: _read_cell(store / f"{name}.jsonl", configs[name]) for name in configs}
-    found = {name: result for name, result in known.items() if result is not None}
+    files_of = {name: store / f"{name}.jsonl" for name in configs}
+    found = {name: _read_cell(x, configs[name]) for name, x in files_of.items() if x.exists()}
     missing, failures = [name for name in configs if name not in found], list[Failure]()
     token = uuid.uuid4().hex  # unique, so that Dask does not reuse results of an earlier sweep
 
@@ -163,7 +163,7 @@ def sweep(
                 found[name] = outcome
                 with _warning_if_full():
                     content = json.dumps({"config": configs[name], "result": outcome}).encode()
-                    files.write_checked(store / f"{name}.jsonl", _KIND, content)
+                    files.write_checked(files_of[name], _KIND, content)
                     shutil.rmtree(checkpoints / name, ignore_errors=True)
                     log(name)
             if bar is not None:
@@ -325,10 +325,8 @@ def _named(function: Function, cells: Sequence[Config]) -> dict[str, Config]:
     return found
 
 
-def _read_cell(path: Path, config: Config) -> dict[str, Any] | None:
-    """The stored result of a cell, or None; a ValueError if the file belongs to another cell."""
-    if not path.exists():
-        return None
+def _read_cell(path: Path, config: Config) -> dict[str, Any]:
+    """The stored result of a cell; a ValueError if the file belongs to another cell."""
     stored: dict[str, dict[str, Any]] = json.loads(files.read_checked(path, _KIND))
     if stored["config"] != json.loads(json.dumps(config)):
         other = json.dumps(stored["config"])

@@ -206,12 +206,8 @@ def optimal_value(
     """Return ⟨q, loss⟩ + psi_t(q) at the solution of a step, `(*batch,)`.
 
     It is differentiable, any number of times, in the loss, t, the parameters of psi and the
-    probabilities of the MDP.
-
-    Args:
-        solve: returns the solution, given the loss and t, and perhaps the parameters of `Evaluator`
-            and an MDP with other probabilities.
-        loss: `(*batch, S, A)`, finite.
+    probabilities of the MDP. `solve` gets the loss and t, and perhaps the parameters of `Evaluator`
+    and an MDP with other probabilities.
     """
     evaluator = step.evaluator
     count = 2 + len(evaluator.names)
@@ -375,12 +371,7 @@ def _only_the_loss_moves(step: FTRLStep, t: Tensor, mdp: LayeredMDP, *others: Te
 
 
 def _gap(
-    step: FTRLStep,
-    solution: Solution,
-    loss: Tensor,
-    target: Tensor,
-    t: Tensor,
-    initial: Tensor,
+    step: FTRLStep, solution: Solution, loss: Tensor, target: Tensor, t: Tensor, initial: Tensor
 ) -> Tensor:
     """Return the Fenchel-Young loss of an entropy, `(*batch,)`.
 

@@ -184,9 +184,11 @@ class SparseLayer:
 
     @property
     def tensor(self) -> Tensor:
-        of, options = self.pattern, {"is_coalesced": True, "check_invariants": False}
+        of = self.pattern
         index = torch.stack([of.pair, of.next]).long()
-        return torch.sparse_coo_tensor(index, self.probabilities, of.shape, **options)
+        return torch.sparse_coo_tensor(
+            index, self.probabilities, of.shape, is_coalesced=True, check_invariants=False
+        )
 
     @property
     def dense(self) -> Tensor:

@@ -175,12 +175,8 @@ def number(x: Any) -> Any:
 def tabulate(values: list[Any], batch: torch.Size, pairs: torch.Size) -> Floats:
     """Return 2 K numbers or arrays in their spread form as one array for the kernels.
 
-    Args:
-        pairs: `(S, A)`, or `ONE` if every array has one number per problem.
-
-    Returns:
-        `(2, N or 1, K)`, or `(2, N or 1, K * S * A)` with one number per pair; 1 if the batch
-        shares them.
+    It is `(2, N or 1, K)`, or `(2, N, K * S * A)` if `pairs` is not `ONE` but `(S, A)`; 1 if the
+    batch shares the numbers.
     """
     if pairs is ONE and (not batch or all(type(x) is float for x in values)):
         return np.array(values).reshape(2, 1, -1)
@@ -205,12 +201,9 @@ def untabulate(table: Floats, batch: torch.Size, pairs: torch.Size) -> list[Any]
 
 
 def shaped(bar: Any, x: Tensor, is_time: bool, batch: torch.Size, pairs: torch.Size) -> Tensor:
-    """Return the derivative with respect to x, of its shape.
+    """Return the derivative `bar` with respect to x, of its shape.
 
-    Args:
-        bar: a number, or an array that broadcasts to `(*batch, *pairs)`.
-        x: a number, a tensor that broadcasts to `(*batch, *pairs)`, or t, `(*some of batch,)`.
-        is_time: whether x is t.
+    Both broadcast to `(*batch, *pairs)`, or x is t, `(*some of batch,)`.
     """
     if not batch and pairs is ONE:
         return torch.from_numpy(np.full(x.shape, bar) if x.dim() else np.array(bar))

@@ -485,14 +485,10 @@ def solve_with_budgets(
     multipliers: Tensor | None,
     check: bool,
 ) -> Solution:
-    """Solve the step with budgets.
+    """Solve the step with budgets for x, minus the cumulative loss.
 
-    Args:
-        engine: the compiled step, or None to solve linear systems in torch.
-        given: the setting with its tensors, where to start, and the number of batch dimensions.
-        x: minus the cumulative loss, `(*batch, S, A)`.
-        multipliers: where to start those of the budgets, `(*batch, m)`; by default zero.
-        check: whether to raise `SolveError` if an element fails.
+    Given are the setting, where to start, and the number of batch dimensions. Without `engine`,
+    linear systems are solved in torch.
     """
     setting, start, rank = given
     mdp = setting.mdp

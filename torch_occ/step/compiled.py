@@ -18,14 +18,7 @@ from torch_occ._support.constants import DEAD
 from torch_occ._support.processes import for_each
 from torch_occ.engine import batch as kernels
 from torch_occ.engine.lanes import allocator, width_of
-from torch_occ.engine.layout import (
-    Bools,
-    Floats,
-    Model,
-    Work,
-    lanes_in,
-    make_work,
-)
+from torch_occ.engine.layout import Bools, Floats, Model, Work, lanes_in, make_work
 from torch_occ.engine.linear import sweep_all
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
@@ -100,12 +93,7 @@ class Origin(NamedTuple):
         needed: Sequence[bool],
         bars: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """Return derivatives with respect to the loss, t, the parameters and the probabilities.
-
-        Args:
-            needed: for the loss and each of the inputs.
-            bars: those of q and v.
-        """
+        """Return derivatives by the loss and the inputs where needed, from those by q and v."""
         step, last = self.step, 1 + len(self.values)  # the probabilities follow
         wanted = step.depth if any(needed[1:last]) else 0
         # The system is K' and not K: the sign of v_bar differs.
@@ -290,15 +278,9 @@ class CompiledStep:
         bars: Sequence[Tensor],
         more: bool,
     ) -> list[Tensor] | None:
-        """Return derivatives at a solution that is known, without solving again.
+        """Return derivatives at a known solution (q, v, certificate), or None if torch must.
 
-        Args:
-            found: q, v and the certificate.
-            bars: those of q and v.
-            more: whether to differentiate with respect to t and the parameters, too.
-
-        Returns:
-            The derivatives; None if they are computed in torch.
+        They are those in the loss; with `more`, in t and the parameters, too.
         """
         prepared = self._prepare(loss, t, found[0], None, parameters)
         if prepared is None:
@@ -438,14 +420,10 @@ class CompiledStep:
         r: Floats,
         wanted: int = 0,
     ) -> tuple[Floats, Floats, Floats]:
-        """Solve H(q) u - E'm = -x, E u = r.
+        """Solve H(q) u - E'm = -x, E u = r; return u, m, and `(wanted, N, K or K * S * A)`.
 
-        Args:
-            wanted: 1 to differentiate ⟨u, grad psi(q)⟩ with respect to the weights, 2 with respect
-                to weights and exponents, 0 otherwise.
-
-        Returns:
-            u, m, and these derivatives, `(wanted, N, K or K * S * A)`.
+        These are derivatives of ⟨u, grad psi(q)⟩ by the weights, and by the exponents if 2 are
+        wanted.
         """
         count = batch.numel()
         u, m, _ = self._empty(count, 0)

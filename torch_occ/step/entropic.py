@@ -64,6 +64,7 @@ from torch_occ.step.solution import (
     event_dims_of,
     report,
 )
+from torch_occ.step.system import matvec
 
 
 class Entropy(NamedTuple):
@@ -219,17 +220,13 @@ def invert_jacobian(mdp: LayeredMDP, entropy: Entropy, at: Unfolded) -> Callable
     def solve(b: Tensor) -> Tensor:
         n = list(mdp.split(b, -1))
         for k in reversed(range(mdp.horizon - 1)):
-            n[k] = n[k] + _apply_each(passes[k][0], n[k + 1])
+            n[k] = n[k] + matvec(passes[k][0], n[k + 1])
         z = [torch.zeros_like(n[0])]
         for k, (_, forth, turn) in enumerate(passes):
-            z.append(_apply_each(forth, z[-1]) + _apply_each(turn, n[k + 1]))
+            z.append(matvec(forth, z[-1]) + matvec(turn, n[k + 1]))
         return b - price * join(z, 1)
 
     return solve
-
-
-def _apply_each(matrix: Tensor, x: Tensor) -> Tensor:
-    return (matrix @ x.unsqueeze(-1)).squeeze(-1)
 
 
 def occupancy_of(mdp: LayeredMDP, log_policy: Tensor) -> Tensor:
@@ -255,10 +252,7 @@ def settle(
 ) -> tuple[Tensor, Solution]:
     """Solve log u(g) = g from a guess `(*batch, S)`, for plain tensors; in stages if kappa > w.
 
-    The first stage has w = kappa. The stages that follow lower w, and g is nearly linear in w.
-
-    Returns:
-        g, and the solution; its `value` belongs to the shaped loss.
+    Return g, and the solution; its `value` belongs to the shaped loss.
     """
     weight, price = entropy
     share, ratio, steps = 1.0, 0.5, torch.zeros_like(price[..., 0])

@@ -307,12 +307,9 @@ class ImplicitSolution(torch.autograd.Function):
 def solve_setting(
     setting: Setting, options: Options, loss: Tensor, start: Tensor, rank: int, check: bool | None
 ) -> Solution:
-    """Solve the step in torch, an entropy in logarithms.
+    """Solve the step in torch, an entropy in logarithms; `rank` counts batch dimensions.
 
-    Args:
-        setting: with its tensors, which need not be aligned.
-        rank: the number of batch dimensions.
-        check: as in `Stationarity`.
+    `check` as in `Stationarity`. The tensors of the setting need not be aligned.
     """
     mdp, evaluator = setting.mdp, setting.evaluator
     tensors = setting.align(rank, -loss, start)
@@ -376,12 +373,9 @@ class Linearization:
     def bend(self, u: Tensor, G: Tensor) -> Tensor:
         """Return D3psi[u](G) = d/ds tr(H(q + s u) G), `(*batch,)`.
 
-        For scalar terms f(x), with x linear in q, this is the sum of f'''(x) times the change of x
-        along u times the variance of x if q has the covariance G.
-
-        Args:
-            u: `(*batch, S, A)`.
-            G: symmetric, `(*batch, S * A, S * A)`.
+        G `(*batch, S * A, S * A)` is symmetric. For scalar terms f(x), with x linear in q, this is
+        the sum of f'''(x) times the change of x along u times the variance of x if q has the
+        covariance G.
         """
         bound = self.setting.bind(self.setting.align(self.q.dim() - 2))
         if bound.evaluator.regularizer.levels != {SeparableRegularizer}:

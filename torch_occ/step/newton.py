@@ -137,10 +137,7 @@ def _digits(eps: float) -> tuple[int, int]:
 
 
 def _expect(
-    layer: DenseLayer | SparseLayer,
-    high: Tensor,
-    low: Tensor,
-    normalized: bool,
+    layer: DenseLayer | SparseLayer, high: Tensor, low: Tensor, normalized: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return E[v(s') | s, a] for v = high + low `(*batch, S')`, as two parts `(*batch, S, A)`.
 
@@ -245,15 +242,10 @@ def newton(
     start: Tensor,
     options: Options,
 ) -> Solution:
-    """Minimize ⟨q, loss⟩ + psi_t(q) for a batch; each element stops on its own.
+    """Minimize ⟨q, loss⟩ + psi_t(q); each element of the batch stops on its own, with a status.
 
-    Args:
-        derive: q -> gradient and Hessian of psi_t at q.
-        loss: `(*batch, S, A)`, with the full batch shape.
-        start: the occupancy of an interior policy, which broadcasts against the loss.
-
-    Returns:
-        The solution with a status per element; failures do not raise.
+    The loss `(*batch, S, A)` has the full batch shape, and `derive` is q -> gradient and Hessian of
+    psi_t. The start is the occupancy of an interior policy.
     """
     solution, rounding = _descend(flow, derive, shape_loss(flow.mdp, loss), start, options)
     ended = (solution.status == Status.STALLED) | solution.converged
@@ -274,11 +266,7 @@ def _descend(
     start: Tensor,
     options: Options,
 ) -> tuple[Solution, Tensor]:
-    """Minimize for a loss that is shaped already.
-
-    Returns:
-        The solution, and the relative error of q from rounding in the shaping, `(*batch,)`.
-    """
+    """Minimize for a shaped loss; also return the error of q from rounding there, `(*batch,)`."""
     mdp, dtype = flow.mdp, shaped.gaps.dtype
     eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).tiny / torch.finfo(dtype).eps
     source, nothing = flow_source(mdp), torch.zeros_like(shaped.value)

@@ -40,9 +40,7 @@ class SeparableStates:
 
     def __init__(self, hessian: Separable) -> None:
         d, w = hessian.d, hessian.w
-        inverse = hessian.curvature.reciprocal()
-        if not bool(hessian.actions.all()):
-            inverse = inverse.masked_fill(~hessian.actions, 0.0)
+        inverse = hessian.curvature.reciprocal().masked_fill(~hessian.actions, 0.0)
         share = w * inverse
         # e = 1 - sum w/D cancels when one action dominates its state, so 1 - w/D of that action is
         # computed as d/D. The sign in the key keeps masked actions, where d = w = 0, from being
@@ -108,7 +106,7 @@ class GeneralStates:
         self.kappa = (self.corner / length.squeeze(-1) ** 2).clamp(min=0)
 
     def respond(self, x: Tensor) -> Tensor:
-        return (self.R @ x.unsqueeze(-1)).squeeze(-1)
+        return matvec(self.R, x)
 
     def covariance(self, kernel: Tensor, layer: slice = slice(None)) -> Tensor:
         return kernel.flatten(-3, -2).mT @ (self.R[..., layer, :, :] @ kernel).flatten(-3, -2)
@@ -124,9 +122,7 @@ class GeneralStates:
 def has_inertia(matrix: Tensor, negative: int) -> Tensor:
     """Return whether symmetric matrices have this number of negative eigenvalues, up to rounding.
 
-    Args:
-        matrix: `(*batch, n, n)`, scaled to entries of size one.
-        negative: the number of negative eigenvalues.
+    They are `(*batch, n, n)`, and scaled to entries of size one.
     """
     finite = matrix.isfinite().all(-1).all(-1)
     eigenvalues = torch.linalg.eigvalsh(torch.where(finite[..., None, None], matrix, 0.0))
@@ -207,7 +203,6 @@ class ConjugateGradients:
         self.sweep = sweep_of(states, flow)
         # A residual y corresponds to an error of y / root in du. States with kappa = 0 have none.
         self.unit = torch.where(states.kappa > 0, self.root * visits, torch.inf)  # (*batch, S)
-        self.iterations = 0
 
     def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (dq, v).
@@ -266,7 +261,6 @@ class ConjugateGradients:
         for _ in range(MAX_ITERATIONS):
             if not bool(running.any()):
                 break
-            self.iterations += 1
             image = direction - self.root * self.sweep(self.root * direction, None, None).du
             # Elements that have stopped do not change.
             length = torch.where(running, square / (direction * image).sum(-1), 0.0).unsqueeze(-1)
@@ -317,25 +311,18 @@ class Factorization(Protocol):
     """A factored system, which solves for many right-hand sides."""
 
     def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Solve for right-hand sides x `(*batch, S, A)` and r `(*batch, S)`.
+        """Return (dq, v) for right-hand sides x `(*batch, S, A)` and r `(*batch, S)`.
 
-        Args:
-            guess: multipliers close to v, `(*batch, S)`, from the last Newton step. An iterative
-                solver starts from them, and stops when the error is small compared with the first
-                one. The others ignore them.
-
-        Returns:
-            (dq, v).
+        With a guess of v from the last Newton step, an iterative solver starts there, and stops
+        when the error is small compared with the first one. The others ignore it.
         """
         ...
 
 
 def factorize(hessian: Hessian, flow: Flow, q: Tensor, *, exact: bool = False) -> Factorization:
-    """Factor the system by the method that is expected to be fastest.
+    """Factor the system at q by the method that is expected to be fastest.
 
-    Args:
-        hessian: the Hessian of psi at q.
-        exact: whether systems will be solved to rounding, without a guess.
+    `exact` says whether systems will be solved to rounding, without a guess.
     """
     if isinstance(hessian, Full):
         return FullFactorization(hessian, flow.mdp)
@@ -384,12 +371,12 @@ class DenseFactorization:
     def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
         states, flow = self.states, self.flow
         mean = (states.p * x).sum(-1)
-        arrived = r + flow.inflow(states.respond(x)) + _apply(self.Q, _apply(self.B, mean))
-        free = self.root * _apply(self.B.mT, arrived)  # K^(1/2) du if kappa were zero
+        arrived = r + flow.inflow(states.respond(x)) + matvec(self.Q, matvec(self.B, mean))
+        free = self.root * matvec(self.B.mT, arrived)  # K^(1/2) du if kappa were zero
         held = torch.cholesky_solve(free.unsqueeze(-1), self.cholesky).squeeze(-1)
-        v = _apply(self.B, self.root * held - mean)
+        v = matvec(self.B, self.root * held - mean)
         within = states.respond(x - flow.lookahead(v))
-        du = _apply(self.B.mT, r + flow.inflow(within))
+        du = matvec(self.B.mT, r + flow.inflow(within))
         return states.p * du.unsqueeze(-1) + within, v
 
 
@@ -421,17 +408,17 @@ class LayeredFactorization:
         for k, (kappa, gain, mean) in enumerate(zip(self.kappas, self.gains, means, strict=True)):
             pull.append(kappa * m - mean)
             if k + 1 < len(means):
-                m = arrivals[k + 1] + _apply(self.steps[k].mT, m - _apply(gain, pull[k]))
+                m = arrivals[k + 1] + matvec(self.steps[k].mT, m - matvec(gain, pull[k]))
         values: list[Tensor] = []
         for k in reversed(range(len(means))):
-            y = pull[k] + _apply(self.steps[k], values[0]) if values else pull[k]
-            values.insert(0, y - self.kappas[k] * _apply(self.gains[k], y))
+            y = pull[k] + matvec(self.steps[k], values[0]) if values else pull[k]
+            values.insert(0, y - self.kappas[k] * matvec(self.gains[k], y))
         v = torch.cat(values, -1)
         within = states.respond(x - flow.lookahead(v))
         sources = split(r + flow.inflow(within), -1)
         du = [sources[0]]
         for k, step in enumerate(self.steps):
-            du.append(sources[k + 1] + _apply(step.mT, du[k]))
+            du.append(sources[k + 1] + matvec(step.mT, du[k]))
         return states.p * torch.cat(du, -1).unsqueeze(-1) + within, v
 
 
@@ -479,7 +466,8 @@ class FullFactorization:
         return has_inertia(self.system * sign.unsqueeze(-2), num_states)
 
 
-def _apply(matrix: Tensor, x: Tensor) -> Tensor:
+def matvec(matrix: Tensor, x: Tensor) -> Tensor:
+    """Return products of matrices `(*batch, n, m)` with vectors `(*batch, m)`."""
     return (matrix @ x.unsqueeze(-1)).squeeze(-1)
 
 

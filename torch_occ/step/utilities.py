@@ -31,6 +31,7 @@ from torch_occ.step.budgets import raised
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import Linearization
 from torch_occ.step.solution import Solution, Status, merge, over, report
+from torch_occ.step.system import matvec
 
 #: Outer steps at one share of F, halvings of one step, and shares of F.
 _STEPS, _HALVINGS, _SHARES = 40, 12, 300
@@ -225,7 +226,7 @@ class _FeatureSearch:
         good = inner.converged & torch.isfinite(J).all((-2, -1))
         J = _finite(J)
         dz = -torch.linalg.solve(J, r)
-        dy = (curvature @ dz.unsqueeze(-1)).squeeze(-1)
+        dy = matvec(curvature, dz)
         change = (over(dy, 2) * answer).sum(-3).abs() / torch.where(exists, q, 1.0)
         error = torch.where(good, change.amax((-2, -1)), torch.inf)
         return _FeaturePoint(inner, z, y, curvature, r, M, J, dz, error)
@@ -258,7 +259,7 @@ class _FeatureSearch:
         """Solve for a growing share of F, until the elements in `only` have all of it."""
         start = self.at(self.first, 0.0)
         prices = self.slopes(self.first)[0].detach()
-        move = (start.M @ prices.unsqueeze(-1)).abs().amax((-2, -1))
+        move = matvec(start.M, prices).abs().amax(-1)
         reach = self.G.abs().amax((-3, -2, -1)) + self.first.abs().amax(-1)
         share = min(1.0, float((0.1 * reach / move.clamp(min=1e-200))[only].min()))
         point, total = self.newton(self.at(self.first, share), share)
@@ -268,7 +269,7 @@ class _FeatureSearch:
                 break
             new = min(1.0, share * ratio)
             # The derivative of z by log s
-            dz = -torch.linalg.solve(point.J, (point.M @ point.y.unsqueeze(-1))[..., 0])
+            dz = -torch.linalg.solve(point.J, matvec(point.M, point.y))
             log = torch.tensor(new / share, dtype=dz.dtype).log()
             trial, steps = self.newton(self.at(point.z + log * dz, new), new)
             total = total + steps

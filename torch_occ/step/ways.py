@@ -63,8 +63,6 @@ def why_not(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
     """Return the reason why the engine does not support a step over this MDP, or None if it does.
 
     It imports the engine, which raises an ImportError without Numba.
-
-    Other than in a game, the MDP may be a batch, or be differentiated.
     """
     world = why_not_world(mdp)
     return why_not_terms(regularizer) or world
