@@ -67,13 +67,6 @@ def test_the_adjoint_is_the_adjoint(build):
     assert not bool(adjoint[..., ~mdp.actions].any())
 
 
-def test_joint_transitions_hold_every_layer_in_its_place():
-    P = batch_of_mdps(2, 3).transitions
-    expected = torch.zeros(2, 3, 7, 3, 7, dtype=F64)
-    expected[..., 0:2, :, 2:5], expected[..., 2:5, :, 5:7] = P[0], P[1]
-    assert torch.equal(batch_of_mdps(2, 3).joint_transitions, expected)
-
-
 # -- policies and occupancies ------------------------------------------------------------------
 
 

@@ -86,15 +86,6 @@ def test_the_constraints_read_off_the_transitions_are_those_of_occupancy(mdp):
     torch.testing.assert_close(E.T @ v, flow_adjoint(model, v)[model.actions])
 
 
-def test_atoms_are_merged_and_empty_ones_dropped():
-    mdp = occ.LayeredMDP.random(2, 2, 4)
-    psi = occ.jin_luo(mdp, beta=3.0, gamma=0.5) + occ.LogBarrier(1.0)
-    weights = {atom: weight.item() for atom, weight in reference.atoms(psi, 4.0).items()}
-    expected = {("pair", 0.5): 4.0, ("rest", 0.5): 2.0, ("pair", "-log x"): 4.0}
-    assert weights == pytest.approx(expected)
-    assert list(reference.atoms(occ.ConditionalEntropy(), 1.0)) == [("pair given state", "x log x")]
-
-
 def test_what_cvxpy_cannot_state_is_refused():
     class Statewise(base.StatewiseRegularizer):
         def per_state(self, q_s: Tensor) -> Tensor:
