@@ -74,7 +74,7 @@ def test_programs_with_other_parameters_leave_the_step_alone():
         if i % 2:
             return torch.equal(step(LOSS, 4.0).detach(), expected)
         t = torch.tensor(4.0, dtype=F64)
-        q = torch.ops.torch_occ.solve_step(step.name_in_graphs, LOSS, t, None, given)[0]
+        q = torch.ops.torch_occ.solve_step(step.name_in_graphs, LOSS, t, None, given, [])[0]
         return torch.allclose(q, doubled, rtol=1e-12)
 
     with ThreadPoolExecutor(4) as pool:
