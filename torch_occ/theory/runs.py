@@ -180,8 +180,8 @@ class Decomposition:
     mdp: LayeredMDP
     parameters: Parameters
     regret: Tensor  # ⟨q_t - u, estimate_t⟩
-    stability: Tensor  # <q_t, estimate_t> + F_t(q_t) - G_t(tilde q_t)
-    mixed_penalty: Tensor  # G_t(tilde q_t) - F_t(q_t) - <u, estimate_t>, from values of F and G
+    stability: Tensor  # ⟨q_t, estimate_t⟩ + F_t(q_t) - G_t(tilde q_t)
+    mixed_penalty: Tensor  # G_t(tilde q_t) - F_t(q_t) - ⟨u, estimate_t⟩, from values of F and G
     penalty: Tensor  # (1/eta_t - 1/eta_{t-1}) (phi_H(u) - phi_H(q_t))
     norm_step: Tensor  # |estimate_t|^2 in the norm of the inverse Hessian of psi_t at q_t
     norm_hybrid: Tensor  # the same of phi_H
@@ -204,7 +204,7 @@ class Decomposition:
         return statement("eq:convex_eq", self.norm_step, right, terms, right * terms)
 
     def bound_stability(self) -> Statement:
-        """`lem:bound_stability`: <q_t, estimate_t> + F_t(q_t) - G_t(tilde q_t) <= 8 |estimate_t|^2.
+        """`lem:bound_stability`: ⟨q_t, estimate_t⟩ + F_t(q_t) - G_t(tilde q_t) <= 8 |estimate_t|^2.
 
         In every episode, in the norm of the inverse Hessian of psi_t at q_t.
         """
