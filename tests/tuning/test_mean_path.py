@@ -205,6 +205,8 @@ def test_what_cannot_be_forecast_is_refused():
         worlds = [occ.tuning.World("stochastic", mdp, mean)]
         with pytest.raises(TypeError, match=message):
             occ.tuning.ForecastObjective(worlds, 100, estimator=estimator)
+    with pytest.raises(ValueError, match=r"losses: entry \(0, 0\) is 1\..*; losses must be in"):
+        occ.forecast(mdp, psi, mean + 1, 100)
     with pytest.raises(ValueError, match="SwitchingLosses has 1000 phases"):
         occ.forecast(mdp, psi, occ.SwitchingLosses(torch.stack([mean, mean]), 1), 1000)
     for episodes in (0, 10**13):

@@ -23,6 +23,7 @@ from torch_occ.game.losses import (
     Stationary,
     StochasticallyConstrained,
     SwitchingLosses,
+    check_unit_interval,
     mean_square,
 )
 from torch_occ.mdp.layered import LayeredMDP
@@ -153,6 +154,7 @@ class Phases(NamedTuple):
 def phases_of(mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int) -> Phases:
     """The phases of the first episodes; means `(*batch, S, A)` stand for Bernoulli losses."""
     if isinstance(losses, Tensor):
+        check_unit_interval("losses", losses)
         return Phases([0], losses[None], "bernoulli")
     if isinstance(losses, Stationary):
         return Phases([0], losses.mean[None], losses.noise)
@@ -307,8 +309,8 @@ def forecast(
         The curves of drift, noise and stability.
 
     Raises:
-        ValueError: if `episodes` is out of range, the losses have too many phases, or a matrix over
-            pairs would need more than 4 GB.
+        ValueError: if `episodes` is out of range, a loss is not in [0, 1], the losses have too many
+            phases, or a matrix over pairs would need more than 4 GB.
         TypeError: if the losses or the estimator cannot be forecast.
     """
     check_episodes(episodes)
