@@ -151,7 +151,8 @@ class TensorBoard(Callback):
         # "theta", whose charts are mostly constant, comes late.
         theta = {f"theta/{name}": value for name, value in parameters(run.learner, run.t).items()}
         curves = self._curves(run, len(run.recorded) - 1)
-        self._scalars(curves | self._policy(run) | theta, run.t)
+        own = {f"learner/{name}": x for name, x in run.learner.monitor(run.mdp, run.q).items()}
+        self._scalars(curves | self._policy(run) | own | theta, run.t)
         if self.images_per_decade and (run.t >= self.next_image or run.t == run.episodes):
             self._heat_map(run)
             self.next_image = run.t * 10 ** (1 / self.images_per_decade)

@@ -126,6 +126,10 @@ class Learner:
         A callback may have changed it.
         """
 
+    def monitor(self, mdp: LayeredMDP, q: Tensor) -> dict[str, float]:
+        """Numbers for TensorBoard, under `learner/`; the learner's last q is `(N, S, A)`."""
+        return {}
+
     def diagnostics(self) -> dict[str, Tensor]:
         """Numbers `(N,)` about the last proposal, by name; empty by default.
 
