@@ -251,17 +251,6 @@ def test_a_resumed_run_goes_on_with_the_same_sums(tmp_path):
         torch.testing.assert_close(curve, whole.curves[name], rtol=1e-12, atol=0)
 
 
-def test_evaluating_together_or_one_by_one_makes_no_difference(monkeypatch):
-    expected, found = theory.Certificate(), theory.Certificate()
-    play(300, expected)
-    monkeypatch.setattr("torch_occ.theory.certificates.TOGETHER", 5)
-    play(300, found)
-    assert len(found.known) != len(expected.known)
-    for name, curve in expected.curves.items():
-        rtol = 2e-6 if name.startswith("smooth") else 1e-12
-        torch.testing.assert_close(found.curves[name], curve, rtol=rtol, atol=0)
-
-
 def test_a_run_begun_without_it_cannot_be_continued_with_it(tmp_path):
     kept = {"save_to": tmp_path / "run.pt", "save_every": 0.0, "checkpoints": [1, 50, 300, 320]}
     with pytest.raises(MemoryError):

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from torch_occ._support.constants import KL_STEPS, KL_TOLERANCE
-from torch_occ.engine.lanes import Shared, anywhere, lane, lanes_of
-from torch_occ.engine.layout import TRIAL, Floats, Work, routine
+from torch_occ.engine.lanes import Shared, lane, lanes_of
+from torch_occ.engine.layout import TRIAL, Work, routine
 from torch_occ.engine.learners import average, observe_averages, plan
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.game.learners import Learner
-
-# Rows of the power series of an index in log t: log t and the visits where it was expanded, how far
-# log t may grow before the last term exceeds KL_TOLERANCE, and ORDER + 1 coefficients.
-BEGIN, COUNT, REACH, FIRST, ORDER = 0, 1, 2, 3, 6
-SERIES_ROWS = FIRST + ORDER + 1
 
 
 class CompiledKLUCB(NamedTuple):
@@ -27,7 +22,7 @@ class CompiledKLUCB(NamedTuple):
     logs: Shared  # (n + 1,), log t
     mean: PerPair
     root: PerPair
-    series: Annotated[Floats, SERIES_ROWS, "pairs"]
+    index: PerPair
     choice: PerState
 
 
@@ -58,65 +53,17 @@ class KLUCB(Learner):
 def _propose_by_indices(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     if t == 0:
         average(learner, 0.0)
-        for i in range(len(learner.visits)):
-            # This is the index 0 of a pair without visits. Others are expanded when needed.
-            for row in range(SERIES_ROWS):
-                learner.series[row, i] = np.inf if row == REACH else 0.0
-    write_indices(learner.logs[t + 1], learner, work)
+    for n in range(lanes_of(learner.visits)):
+        own, loss = lane(learner, n), lane(work.pairs, n)
+        for i in range(len(own.visits)):
+            if own.visits[i] > 0.0:
+                width = learner.logs[t + 1] / own.visits[i]
+                own.index[i] = kl_lower(own.mean[i], width, own.index[i])
+            loss[TRIAL, i] = own.index[i]
     plan(game.model, learner.choice, work)
 
 
 observe.register(CompiledKLUCB)(observe_averages)
-
-
-@routine
-def write_indices(log: float, learner: CompiledKLUCB, work: Work) -> None:
-    """Write the indices into row TRIAL.
-
-    An index is a smooth function of log t as long as its pair is not visited.
-    """
-    visits, series = learner.visits, learner.series
-    for i in range(len(visits)):
-        grown = log - series[BEGIN, i]
-        usable = (visits[i] == series[COUNT, i]) & (grown <= series[REACH, i])
-        if anywhere(not usable):
-            for n in range(lanes_of(visits)):
-                if not lane(usable, n):
-                    expand(log, i, lane(learner, n))
-            grown = log - series[BEGIN, i]
-        index = series[FIRST + ORDER, i]
-        for k in range(ORDER - 1, -1, -1):
-            index = index * grown + series[FIRST + k, i]
-        work.pairs[TRIAL, i] = index
-
-
-@routine
-def expand(log: float, i: int, learner: CompiledKLUCB) -> None:
-    """The power series of the index x of a pair in log t.
-
-    From kl(m, x) = log t / visits follows (m - x) x' = (x^2 - x) / visits. Comparing powers gives
-    one coefficient after the other.
-    """
-    mean, visits, series = learner.mean[i], learner.visits[i], learner.series
-    index = kl_lower(mean, log / visits, series[FIRST, i])
-    series[BEGIN, i], series[COUNT, i], series[REACH, i] = log, visits, 0.0
-    series[FIRST, i] = index
-    for k in range(ORDER):
-        series[FIRST + k + 1, i] = 0.0
-    if mean > index:
-        for k in range(ORDER):
-            total = -series[FIRST + k, i]
-            for j in range(k + 1):
-                total += series[FIRST + j, i] * series[FIRST + k - j, i]
-            total /= visits
-            for j in range(1, k + 1):
-                total += series[FIRST + j, i] * (k + 1 - j) * series[FIRST + k + 1 - j, i]
-            series[FIRST + k + 1, i] = total / ((k + 1) * (mean - index))
-        last = abs(series[FIRST + ORDER, i])
-        # Near log t = 0 an index is a root of log t.
-        series[REACH, i] = min((KL_TOLERANCE / last) ** (1.0 / ORDER), 0.1 * log)
-    elif mean <= 0.0:
-        series[REACH, i] = np.inf
 
 
 @routine(inline=True)

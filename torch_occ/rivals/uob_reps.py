@@ -119,7 +119,7 @@ class UOBREPS(CountingLearner):
         self.learning_rate = _positive("learning_rate", learning_rate, printed)
         self.bias = _positive("bias", bias, printed)
         self.widths = Widths.of("uob_reps", self.mdp, episodes, delta) if widths is None else widths
-        self.max_episodes = self.widths.episodes
+        self.max_episodes = self.widths.episodes or None
         self.options = Options()
 
     def start(self, num_seeds: int) -> None:
