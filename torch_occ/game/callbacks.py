@@ -189,7 +189,7 @@ class TensorBoard(Callback):
             values["Regret/over_log_T"] = values["Regret/mean"] / math.log(t)
         if "corruption" in run.process_state:
             values["Regret/spent_corruption"] = float(now["corruption"].mean())
-        if run.learner.diagnostics():
+        if run.learner.diagnostics() or bool(now["newton_steps"].any()):
             values["solver/newton_steps"] = float(now["newton_steps"].mean())
             for name in ("dual_residual", "flow_residual"):
                 values[f"solver/{name}"] = float(now[name].amax())

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torch_occ.engine import layout as at
-from torch_occ.engine.lanes import Shared, power, sqrt, where
+from torch_occ.engine.lanes import Shared, power, where
 from torch_occ.engine.layout import Floats, Ints, Model, Solver, Work, routine
 from torch_occ.engine.learners import take_step
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, occupy_by, propose
@@ -249,13 +249,8 @@ def set_time(t: float, learner: CompiledUnknown, work: Work) -> None:
         learner.loss[i] = learner.cumulative_loss[i] - counted * learner.bonus[i]
     time = counted + 1.0
     for k in range(powers.shape[1]):
-        before, weight = weights[k], powers[0, k]
-        if powers[1, k] == 0.5:
-            weights[k] = weight * sqrt(time)
-        elif powers[1, k] == 0.0:
-            weights[k] = weight
-        else:
-            weights[k] = weight * power(time, powers[1, k])
+        before = weights[k]
+        weights[k] = powers[0, k] * power(time, powers[1, k])
         change = abs(weights[k] - before)
         most = max(most, where(change > 0.0, change / abs(before), 0.0))
     work.notes[at.ERROR] += most

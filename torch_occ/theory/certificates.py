@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ._support.private import event_writer
 from torch_occ.game.callbacks import Callback, TensorBoard
 from torch_occ.game.history import comparator
 from torch_occ.game.learners import FTRL
@@ -267,15 +266,13 @@ class Certificate(Callback):
 
 
 def _log_scalars(board: TensorBoard, curves: dict[str, Tensor], first: int) -> None:
-    """Log means over seeds, and extremes of the smoothness; one event per checkpoint."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    episodes, *named = curves.items()
+    """Log means over seeds, and extremes of the smoothness."""
     over_seeds = {"smoothness_max": torch.amax, "smoothness_min": torch.amin}
-    shown = {name: over_seeds.get(name, torch.mean)(x, 0).tolist() for name, x in named}
     closed = board.writer.file_writer is None  # after Ctrl-C the board has ended already
-    for i, t in list(enumerate(episodes[1].tolist()))[first:]:
-        point = [Summary.Value(tag=f"theory/{n}", simple_value=x[i]) for n, x in shown.items()]
-        event_writer(board.writer).add_summary(Summary(value=point), t)
+    episodes = curves.pop("episodes").tolist()
+    for name, curve in curves.items():
+        shown = over_seeds.get(name, torch.mean)(curve, 0).tolist()
+        for i in range(first, len(episodes)):
+            board.writer.add_scalar(f"theory/{name}", shown[i], episodes[i])
     if closed:
         board.writer.close()
