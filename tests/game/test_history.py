@@ -43,7 +43,11 @@ def test_prints_as_a_short_table(history):
 
 def test_round_trip(history, tmp_path):
     history.save(tmp_path / "deep" / "history.npz")
-    same(history, occ.History.load(tmp_path / "deep" / "history.npz"))
+    again = occ.History.load(tmp_path / "deep" / "history.npz")
+    same(history, again)
+    again.regret[1, 2] += 1e-3
+    with pytest.raises(AssertionError, match=r"index \(1, 2\)(.|\n)*'regret'"):
+        torch.testing.assert_close(again.curves, history.curves)
     assert history.cumulative_occupancy.shape == (2, 4, 2)
     assert float(history.dual_residual.max()) < 1e-10
     assert bool((history.wall_time.diff() >= 0).all())
