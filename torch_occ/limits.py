@@ -259,14 +259,15 @@ class Search(NamedTuple):
         fixed = self.n[variables], ex.mean[variables], ex.gap[variables], w
         most = nodes.inflow @ ex.reach  # (B, U), the largest visits of each state
         chord = np.maximum(most, 1e-300)[:, :, None]
-        tables = [ex.on_states(x) for x in (self.n, ex.mean, ex.gap)]
+        observed, mean, gap = (ex.on_states(x) for x in (self.n, ex.mean, ex.gap))
 
         def dual(log_theta: Floats) -> tuple[Floats, Floats]:
             """The bound as a function of the multiplier, and its derivative by theta."""
             theta = np.exp(log_theta)[:, None]
             value, slope = (part.sum(1) for part in bracket(*fixed, theta))
             if (nodes.inflow > 0).any():
-                values, slopes = bracket(*tables, most[:, :, None], theta[..., None])
+                open_ = observed, mean, gap, most[:, :, None], theta[..., None]
+                values, slopes = bracket(*open_)
                 values = np.where(ex.on_states(ex.exists), values / chord, np.inf)
                 rest, slope_rest = self.least_from(values, slopes / chord)
                 value = value + (nodes.inflow * rest).sum(1)

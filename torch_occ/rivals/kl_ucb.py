@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from torch_occ._support.constants import KL_STEPS, KL_TOLERANCE
-from torch_occ.engine.lanes import Shared, lane, lanes_of
+from torch_occ.engine.lanes import Shared, anywhere, exp, log, sqrt, where
 from torch_occ.engine.layout import TRIAL, Work, routine
-from torch_occ.engine.learners import average, observe_averages, plan
+from torch_occ.engine.learners import TINY, average, observe_averages, plan
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.game.learners import Learner
 
@@ -22,7 +20,7 @@ class CompiledKLUCB(NamedTuple):
     logs: Shared  # (n + 1,), log t
     mean: PerPair
     root: PerPair
-    index: PerPair
+    least: PerPair  # the index
     choice: PerState
 
 
@@ -53,13 +51,11 @@ class KLUCB(Learner):
 def _propose_by_indices(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     if t == 0:
         average(learner, 0.0)
-    for n in range(lanes_of(learner.visits)):
-        own, loss = lane(learner, n), lane(work.pairs, n)
-        for i in range(len(own.visits)):
-            if own.visits[i] > 0.0:
-                width = learner.logs[t + 1] / own.visits[i]
-                own.index[i] = kl_lower(own.mean[i], width, own.index[i])
-            loss[TRIAL, i] = own.index[i]
+    for i in range(len(learner.visits)):
+        seen, width = learner.visits[i] > 0.0, learner.logs[t + 1] / max(learner.visits[i], 1.0)
+        found = kl_lower(learner.mean[i], width, learner.least[i])
+        learner.least[i] = where(seen, found, 0.0)
+        work.pairs[TRIAL, i] = learner.least[i]
     plan(game.model, learner.choice, work)
 
 
@@ -67,34 +63,24 @@ observe.register(CompiledKLUCB)(observe_averages)
 
 
 @routine(inline=True)
-def kl_lower(mean: float, width: float, guess: float) -> float:
+def kl_lower(mean: Any, width: Any, guess: Any) -> Any:
     """The smallest x with kl(mean, x) <= width: Newton's method in log x, from below.
 
     kl is convex in log x and falls up to x = mean, so a step from above leads below, and a guess
     may be on either side. Steps that are too long are caught by the larger of two bounds: Pinsker's
     inequality, x >= mean - sqrt(width / 2), and -log(1-x) >= 0.
     """
-    if mean <= 0.0:
-        return 0.0
-    if mean >= 1.0:
-        return np.exp(-width)
-    log_mean = np.log(mean)
-    zeros = (1.0 - mean) * np.log1p(-mean)
-    x = log_mean - (width - zeros) / mean
-    pinsker = mean - np.sqrt(0.5 * width)
-    if pinsker > 0.0:
-        x = max(x, np.log(pinsker))
-    bound = x
-    if guess > 0.0 and guess < mean:
-        x = max(x, np.log(guess))
+    log_mean, others = log(max(mean, TINY)), max(1.0 - mean, TINY)
+    zeros, pinsker = others * log(others), mean - sqrt(0.5 * width)
+    bound = log_mean - (width - zeros) / max(mean, TINY)
+    bound = where(pinsker > 0.0, max(bound, log(max(pinsker, TINY))), bound)
+    x = where((guess > 0.0) & (guess < mean), max(bound, log(max(guess, TINY))), bound)
     for _ in range(KL_STEPS):
-        other = np.exp(x)
-        if other >= mean:
-            x = bound
-            other = np.exp(x)
-        information = mean * (log_mean - x) + zeros - (1.0 - mean) * np.log1p(-other)
+        x = where(exp(x) >= mean, bound, x)
+        other = exp(x)
+        information = mean * (log_mean - x) + zeros - others * log(1.0 - other)
         step = (information - width) * (1.0 - other) / (mean - other)
         x = max(x + step, bound)
-        if abs(step) <= KL_TOLERANCE:
+        if not anywhere((abs(step) > KL_TOLERANCE) & (mean > 0.0) & (mean < 1.0)):
             break
-    return min(np.exp(x), mean)
+    return where(mean > 0.0, where(mean < 1.0, min(exp(x), mean), exp(-width)), 0.0)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_occ.game.callbacks import Callback, TensorBoard
+from torch_occ.game.callbacks import Callback
 from torch_occ.game.history import comparator
 from torch_occ.game.learners import FTRL
 from torch_occ.mdp.layered import LayeredMDP
@@ -22,7 +21,6 @@ from torch_occ.theory.statements import Parameters
 from torch_occ.theory.terms import norm_of_moments, penalty_bound, stability_bound, weighed
 
 if TYPE_CHECKING:
-    from torch_occ.game.history import History
     from torch_occ.game.simulate import Simulation
 
 
@@ -167,19 +165,15 @@ class Certificate(Callback):
 
     `curves` has one number per seed and checkpoint under each name; docs/theory.md lists the names.
 
-    Args:
-        board: the TensorBoard callback of the same run, to log to it under `theory/*`. It must
-            stand before the certificate in `callbacks`.
+    A TensorBoard callback of the same run logs them, under `theory/*`.
 
     Raises:
-        ValueError: before the first episode, if the learner does not play `alg:main_alg`, if the
-            board comes later in `callbacks`, or if a saved run was begun without a certificate.
+        ValueError: before the first episode, if the learner does not play `alg:main_alg`, or if a
+            saved run was begun without a certificate.
     """
 
-    def __init__(self, board: TensorBoard | None = None) -> None:
-        self.board = board
+    def __init__(self) -> None:
         self.rows: list[Records] = []  # one for each checkpoint, without the axis of C
-        self.logged = 0  # how many of them are on the board
 
     @property
     @torch.no_grad()
@@ -195,16 +189,13 @@ class Certificate(Callback):
         return Records(*map(torch.stack, zip(*self.rows, strict=True)))
 
     def on_start(self, run: Simulation) -> None:
-        self.rows, self.logged = [], 0
-        self.mdp, self.parameters = run.learner.mdp, Parameters.of(run.learner)
-        if self.board is not None and self.board.writer is None:
-            raise ValueError(
-                "board: the TensorBoard callback must stand before the certificate in `callbacks`"
-            )
-        run.ask_for_second_moments()
-        self.total = run.sums["second_moment"].clone()  # up to the last checkpoint
+        self.rows, self.mdp, self.parameters = [], run.learner.mdp, Parameters.of(run.learner)
         if run.t:
             self._restore(run)
+        run.ask_for_second_moments()
+        run.monitors.append(self.monitor)
+        if not run.t:
+            self.total = run.sums["second_moment"].clone()  # up to the last checkpoint
 
     @torch.no_grad()
     def on_checkpoint(self, run: Simulation) -> None:
@@ -220,35 +211,25 @@ class Certificate(Callback):
         above, below = (torch.where(self.mdp.actions, sign * ratio, -torch.inf) for sign in (1, -1))
         extremes = above.amax((-2, -1)), -below.amax((-2, -1))
         kept = torch.tensor(run.t), q, run.sums["total_mean"].clone(), run.curves["regret"][-1]
-        self.rows.append(Records(*kept, *norms, *(self.mdp.horizon * bounds), *extremes))
+        parts = [*kept, *norms, *(self.mdp.horizon * bounds), *extremes]
+        self.rows.append(Records(*parts))
         self.total = total
 
     def on_chunk(self, run: Simulation) -> None:
-        self._log()
-        self._to_board(TensorBoard.on_chunk, run)  # what is saved must be on disk
         if self.rows:
             kept = self._records()._asdict() | {"total": self.total}
             run.sums |= {f"{_KEPT}{name}": part for name, part in kept.items()}
 
-    def on_end(self, run: Simulation, history: History) -> None:
-        self._log()
-
-    def _log(self) -> None:
-        """Log the checkpoints that are not on the board."""
-        if self.board is not None and self.logged < len(self.rows):
-            self._to_board(_log_scalars, self.curves, self.logged)
-            self.logged = len(self.rows)
-
-    def _to_board(self, write: Callable[..., None], *arguments: Any) -> None:
-        """Write, if there is a board. If its files fail, warn and go on without it."""
-        if self.board is None:
-            return
-        try:
-            write(self.board, *arguments)
-        except OSError as error:
-            self.board = None
-            message = f"Certificate: {error}; its curves are not logged any more"
-            warnings.warn(message, stacklevel=4)
+    def monitor(self, after: int) -> dict[int, dict[str, float]]:
+        """Means over seeds, and extremes of the smoothness, by episode, after one of them."""
+        if not self.rows or int(self.rows[-1].episode) <= after:
+            return {}
+        over_seeds = {"smoothness_max": torch.amax, "smoothness_min": torch.amin}
+        curves = self.curves
+        episodes = curves.pop("episodes").tolist()
+        shown = {x: over_seeds.get(x, torch.mean)(curves[x], 0).tolist() for x in curves}
+        points = {t: {f"theory/{x}": shown[x][i] for x in shown} for i, t in enumerate(episodes)}
+        return {t: point for t, point in points.items() if t > after}
 
     def _restore(self, run: Simulation) -> None:
         names = [f"{_KEPT}{name}" for name in (*Records._fields, "total")]
@@ -260,19 +241,3 @@ class Certificate(Callback):
             )
         *kept, self.total = (run.sums[name] for name in names)
         self.rows = [Records(*parts) for parts in zip(*kept, strict=True)]
-        # A directory that has this run's log has these points; a fresh one has nothing.
-        if self.board is not None and self.board.known:
-            self.logged = len(self.rows)
-
-
-def _log_scalars(board: TensorBoard, curves: dict[str, Tensor], first: int) -> None:
-    """Log means over seeds, and extremes of the smoothness."""
-    over_seeds = {"smoothness_max": torch.amax, "smoothness_min": torch.amin}
-    closed = board.writer.file_writer is None  # after Ctrl-C the board has ended already
-    episodes = curves.pop("episodes").tolist()
-    for name, curve in curves.items():
-        shown = over_seeds.get(name, torch.mean)(curve, 0).tolist()
-        for i in range(first, len(episodes)):
-            board.writer.add_scalar(f"theory/{name}", shown[i], episodes[i])
-    if closed:
-        board.writer.close()
