@@ -62,9 +62,8 @@ def play(args: Args, losses: occ.LossProcess, directory: Path) -> dict[str, Tens
     mdp, _ = args.problem()
     certificate = theory.Certificate()
     learner, seeds = occ.FTRL(mdp, occ.jin_luo(mdp)), range(args.seed, args.seed + args.seeds)
-    callbacks: list[occ.Callback] = [certificate]
-    if args.tensorboard:
-        callbacks.append(occ.TensorBoard(directory, images_per_decade=0))
+    board = [occ.TensorBoard(directory, images_per_decade=0)] if args.tensorboard else []
+    callbacks = [certificate, *board]
     occ.simulate(mdp, learner, losses, args.episodes, seeds, callbacks=callbacks)
     return certificate.curves
 

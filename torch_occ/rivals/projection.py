@@ -249,7 +249,7 @@ def find_direction(model: Model, reference: Any, scratch: Scratch) -> tuple[Any,
         states[MOVE, s] = states[MEAN, s] * off
     for k in range(depth):
         assemble(model, reference, k, scratch)
-        factorize(model, k, scratch)
+        eliminate(model, k, scratch)
     for k in range(depth - 1, -1, -1):
         low = start[max(k - 1, 0)]
         for s in range(start[k + 1] - 1, start[k] - 1, -1):
@@ -296,7 +296,7 @@ def assemble(model: Model, reference: Any, k: int, scratch: Scratch) -> None:
 
 
 @routine(inline=True)
-def factorize(model: Model, k: int, scratch: Scratch) -> None:
+def eliminate(model: Model, k: int, scratch: Scratch) -> None:
     """The Cholesky factor of the rows of layer k, and the substitution forward in MOVE."""
     start, move, matrix = model.start, scratch.states, scratch.matrix
     low = start[max(k - 1, 0)]
