@@ -1,9 +1,10 @@
 """The record: what the package computed before its restructuring, seen through the public face.
 
-tests/record/cases.toml says what is recorded, `python tests/test_record.py --write` writes numbers
-and messages beside it, and the tests compare: steps and gradients agree to 1e-12, other numbers to
-1e-9, messages to the word and histories to the bit. tests/record/changed.json names what changed
-since, with the tolerance that holds instead, or null if nothing can be compared, and the reason.
+tests/record/cases.toml says what is recorded. `python tests/test_record.py --write`, with
+tests/helpers on the path, writes numbers and messages beside it, and the tests compare: steps and
+gradients agree to 1e-12, other numbers to 1e-9, messages to the word and histories to the bit.
+tests/record/changed.json names what changed since, with the tolerance that holds instead, or null if
+nothing can be compared, and the reason.
 """
 
 import hashlib
@@ -13,15 +14,15 @@ import sys
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
-from torch.distributions import constraints
+from zoo import Centred, Coupled, SmoothedHybrid
 
 import torch_occ as occ
 from experiments import statements
+from torch_occ.game.checks import DIAGNOSTICS
 
 EDGES = ("sa", "sb", "ab", "at", "bt", "st")
 RECORD, F64 = Path(__file__).parent / "record", torch.float64
@@ -65,45 +66,11 @@ PROBLEMS = {  # the MDP, and the batch shape of losses
 }
 
 
-class Own(occ.Regularizer):
-    """A user's regularizer with one parameter."""
-
-    arg_constraints: ClassVar = {"weight": constraints.positive}
-
-    def __init__(self, weight):
-        super().__init__(weight=weight)
+class Empty(occ.SeparableRegularizer):
+    """A regularizer without terms."""
 
 
-class OwnSeparable(Own, occ.SeparableRegularizer):
-    pair = staticmethod(lambda x: x * x.log() - x.sqrt())
-    complement = staticmethod(lambda x: 1 / (0.5 + x))
-
-    def rest(self, x):
-        return -self.weight * (x + 0.1).log()
-
-    def state(self, x):
-        return self.weight * x**2
-
-
-class OwnStatewise(Own, occ.StatewiseRegularizer):
-    def per_state(self, q):
-        centred = (q - q.mean(-1, keepdim=True)).square().sum(-1)
-        return (q * q.log()).sum(-1) + self.weight * centred + (1 + q).prod(-1).log() ** 2
-
-
-class OwnJoint(Own, occ.JointRegularizer):
-    def joint(self, q):
-        positive = torch.where(q > 0, q, 1.0)
-        rank = 1 + counting(q.shape[-2] * q.shape[-1]).reshape(q.shape[-2:])
-        entropy = (positive * positive.log()).sum((-2, -1))
-        return entropy + self.weight * (q / rank).sum((-2, -1)) ** 2
-
-
-class Empty(Own, occ.SeparableRegularizer):
-    pass
-
-
-OWN = {kind.__name__: kind for kind in (OwnSeparable, OwnStatewise, OwnJoint, Empty)}
+OWN = {"Empty": Empty, "OwnSeparable": SmoothedHybrid, "OwnStatewise": Centred, "OwnJoint": Coupled}
 
 
 def evaluate(section, name, mdp=DENSE, **more):
@@ -339,6 +306,27 @@ class OwnLosses(occ.LossProcess):
         return table(mdp)[None, None], state
 
 
+def contract(mdp=MASKED, losses=None, estimator=None, **methods):
+    """Play a learner with these methods, or FTRL with this estimator."""
+    learner = type("Mine", (occ.Learner,), methods)(mdp)
+    if not methods:
+        own = {} if estimator is None else {"__call__": estimator}
+        learner = occ.FTRL(mdp, occ.Tsallis(), type("Own", (occ.ImportanceWeighted,), own)())
+    losses = occ.BernoulliLosses(table(MASKED, seed=1)) if losses is None else losses
+    return occ.simulate(MASKED, learner, losses, 5, (5, 9))
+
+
+def late(good, bad):
+    return lambda self, t: good if t < 4 else bad
+
+
+def charges(bad):
+    def means(self, mdp, state, t0, n, q):
+        return (table(MASKED)[None, None], state) if t0 < 4 else bad
+
+    return type("Charges", (occ.LossProcess,), {"stride": 3, "means": means})()
+
+
 def message(name, backend="torch"):
     """The type and the words of the error."""
     lost = [torch.tensor([[[0.0, 1.0]] * 2] * 2, dtype=F64), torch.ones(2, 2, 1, dtype=F64)]
@@ -350,7 +338,11 @@ def message(name, backend="torch"):
     more |= {"ones": torch.ones(4, 2, dtype=F64), "caps": torch.ones(2, dtype=F64)}
     more |= {"P": [*DENSE.transitions], "every": torch.ones_like(DENSE.actions), "losses": losses}
     more |= {"own": lambda **attributes: type("Process", (OwnLosses,), attributes)()}
-    more |= {"step": occ.FTRLStep(MASKED, occ.jin_luo(MASKED, beta=0.5), backend=backend)}
+    more |= {"q": occ.interior_point(MASKED)[None], "uniform": occ.uniform_policy(MASKED)[None]}
+    more |= {"contract": contract, "late": late, "charges": charges, "steps": DIAGNOSTICS[:4]}
+    step = occ.FTRLStep(MASKED, occ.jin_luo(MASKED, beta=0.5), backend=backend)
+    more |= {"step": step, "shown": lambda *given, mdp=None: occ.negative_log_likelihood(
+        step, more["loss"], *map(torch.as_tensor, given), 3, mdp=mdp)}  # fmt: skip
     try:
         evaluate("errors", name, **more)
     except Exception as error:

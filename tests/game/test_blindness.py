@@ -6,7 +6,7 @@ from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
 from torch_occ.game.simulate import TorchPlayer
-from torch_occ.mdp.occupancy import occupancy, uniform_policy
+from torch_occ.mdp.occupancy import occupancy
 
 MDP = occ.LayeredMDP.random(horizon=3, width=3, num_actions=3, seed=0)
 LOSSES = occ.BernoulliLosses(random_loss(MDP, seed=3))
@@ -151,54 +151,3 @@ def test_the_two_ways_to_propose_are_not_mixed():
         occ.simulate(MDP, Both(MDP), LOSSES, 5)
     with pytest.raises(TypeError, match="FollowTheLeader does not know the transitions"):
         occ.simulate(MDP, occ.FollowTheLeader(MDP.blind()), LOSSES, 5)
-
-
-def replaced(x, index, value):
-    x = x.clone()
-    x[index] = value
-    return x
-
-
-UNIFORM = uniform_policy(PROBLEMS["masked"]().mdp)
-POLICIES = {  # what is proposed to seeds 5 and 9, and words that the message must have
-    "not a number": (
-        replaced(UNIFORM.expand(2, -1, -1), (1, 2, 1), torch.nan),
-        ["episode 4, seed 9, layer 1, state 0, action 1 is nan", "a probability"],
-    ),
-    "negative": (
-        UNIFORM[None] + torch.tensor([0.75, -0.75], dtype=torch.float64),
-        ["every seed, layer 0, state 0, action 1 is -0.25", "a probability"],
-    ),
-    "no such action": (
-        torch.full((2, 4, 2), 0.5, dtype=torch.float64),
-        ["action 1 is 0.5", "no such action"],
-    ),
-    "too much": (
-        replaced(UNIFORM.expand(2, -1, -1), (1, 2, 1), 0.7),
-        ["seed 9, layer 1, state 0", "sum to 1.2", "expected 1"],
-    ),
-    "another shape": (UNIFORM, ["(2, 4, 2)", "got (4, 2)"]),
-}
-
-
-class ProposesPolicy(occ.Learner):
-    """The uniform policy up to episode 3, another one then."""
-
-    def __init__(self, mdp, bad):
-        super().__init__(mdp)
-        self.bad = bad
-
-    def propose_policy(self, t):
-        return UNIFORM[None] if t < 4 else self.bad
-
-
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("blind", [False, True])
-def test_what_is_no_policy_is_refused(name, blind):
-    bad, words = POLICIES[name]
-    mdp = PROBLEMS["masked"]().mdp
-    learner = ProposesPolicy(mdp.blind() if blind else mdp, bad)
-    with pytest.raises((ValueError, TypeError)) as caught:
-        occ.simulate(mdp, learner, occ.BernoulliLosses(random_loss(mdp)), 5, (5, 9))
-    for word in ["learner: policy from ProposesPolicy.propose_policy", "episode 4", *words]:
-        assert word in str(caught.value), str(caught.value)

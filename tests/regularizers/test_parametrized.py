@@ -278,26 +278,6 @@ def test_vmap_over_losses_and_parameters(level, in_dims, shapes):
     close(found.detach(), torch.stack([at(i) for i in range(count)]).detach())
 
 
-@at_all_levels
-def test_all_modes_of_differentiation_agree_with_the_built_in_twin(level):
-    """Jacobians in a batch of parameters, in reverse and forward mode, and second derivatives."""
-    mdp = MDPS["contexts"]
-    given = (random_loss(mdp, 5.0, batch=(3,)), some((3,), 1), some((3, 1), 2))
-    found = []
-    for kind in (level, "built-in"):
-        step = occ.FTRLStep(mdp, STEPS[kind](mdp, **parameters(())), backend="torch")
-        solve = solver(step, SHORT[kind])
-        reverse = torch.func.jacrev(solve, (1, 2))(*given)
-        forward = torch.func.jacfwd(solve, (1, 2))(*given)
-        slope = torch.func.grad(lambda *x: (solve(*x) ** 2).sum(), 2)  # noqa: B023
-        second = torch.func.jacrev(slope, (1, 2))(*given)
-        found.append([x.detach() for x in (*reverse, *forward, *second)])
-    for x, y in zip(*found, strict=True):
-        close(x, y, 1e-9)
-    for x, y in zip(found[0][:2], found[0][2:4], strict=True):
-        close(x, y, 1e-10)
-
-
 # -- what counts as a parameter with a batch -------------------------------------------------------
 
 
