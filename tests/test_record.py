@@ -3,8 +3,8 @@
 tests/record/cases.toml says what is recorded. `python tests/test_record.py --write`, with
 tests/helpers on the path, writes numbers and messages beside it, and the tests compare: steps and
 gradients agree to 1e-12, other numbers to 1e-9, messages to the word and histories to the bit.
-tests/record/changed.json names what changed since, with the tolerance that holds instead, or null if
-nothing can be compared, and the reason.
+tests/record/changed.json names what changed since, with the tolerance that holds instead, or null
+if nothing can be compared, and the reason.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from zoo import Centred, Coupled, SmoothedHybrid
+from zoo import Centred, Coupled, SmoothedHybrid, masked
 
 import torch_occ as occ
 from experiments import statements
@@ -47,14 +47,7 @@ def counting(size):
 DENSE = occ.LayeredMDP.random(3, 3, 3, seed=1)
 WIDE = occ.LayeredMDP.random(4, 5, 2, seed=3)
 FOUR = [occ.LayeredMDP.random(3, 3, 3, seed=seed).transitions for seed in range(4)]
-MASKED = occ.LayeredMDP(
-    [
-        torch.tensor([[[0.25, 0.75], [1.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]]], dtype=F64),
-        torch.ones(2, 2, 1, dtype=F64),
-    ],
-    actions=torch.tensor([[True, True], [True, False], [True, True], [False, True]]),
-    initial=torch.tensor([0.7, 0.3], dtype=F64),
-)
+MASKED = masked().mdp
 PROBLEMS = {  # the MDP, and the batch shape of losses
     "dense": (DENSE, ()),
     "sparse": (DENSE.to_sparse(), ()),
@@ -339,7 +332,14 @@ def message(name, backend="torch"):
     more |= {"P": [*DENSE.transitions], "every": torch.ones_like(DENSE.actions), "losses": losses}
     more |= {"own": lambda **attributes: type("Process", (OwnLosses,), attributes)()}
     more |= {"q": occ.interior_point(MASKED)[None], "uniform": occ.uniform_policy(MASKED)[None]}
-    more |= {"contract": contract, "late": late, "charges": charges, "steps": DIAGNOSTICS[:4]}
+    slow = type("Slow", (occ.Schedule,), {"forward": lambda self, t: 1 / (1 + t.log())})()
+    more |= {
+        "slow": slow,
+        "contract": contract,
+        "late": late,
+        "charges": charges,
+        "steps": DIAGNOSTICS[:4],
+    }
     step = occ.FTRLStep(MASKED, occ.jin_luo(MASKED, beta=0.5), backend=backend)
     more |= {"step": step, "shown": lambda *given, mdp=None: occ.negative_log_likelihood(
         step, more["loss"], *map(torch.as_tensor, given), 3, mdp=mdp)}  # fmt: skip

@@ -118,36 +118,3 @@ def test_a_blind_mdp_has_the_layout_and_uniform_rows(name, sparse):
         mdp, Softmax(mdp), occ.BernoulliLosses(random_loss(mdp)), 20, (0, 1), backend="torch"
     )
     assert history.finished
-
-
-def test_another_layout_is_refused():
-    learner = Softmax(occ.LayeredMDP.random(3, 2, 3, seed=0))
-    with pytest.raises(ValueError, match=r"Softmax .* \[1, 2, 2\] states instead of \[1, 3, 3\]"):
-        occ.simulate(MDP, learner, LOSSES, 5)
-    with pytest.raises(ValueError, match="2 actions instead of 3"):
-        occ.simulate(MDP, Softmax(occ.LayeredMDP.random(3, 3, 2, seed=0)), LOSSES, 5)
-    with pytest.raises(ValueError, match=r"float32 on cpu instead of torch.float64"):
-        occ.simulate(MDP, Softmax(MDP.to(dtype=torch.float32)), LOSSES, 5)
-    masked = PROBLEMS["masked"]().mdp
-    free = occ.LayeredMDP(
-        [torch.full_like(p, 1 / p.shape[-1]) for p in masked.transitions], initial=masked.initial
-    )
-    losses = occ.BernoulliLosses(random_loss(masked))
-    with pytest.raises(ValueError, match="an action 1 in layer 0, state 1"):
-        occ.simulate(masked, Softmax(free), losses, 5)
-    other = occ.LayeredMDP(
-        masked.transitions, actions=masked.actions, initial=masked.initial.flip(0)
-    )
-    with pytest.raises(ValueError, match="another initial distribution"):
-        occ.simulate(masked, Softmax(other), losses, 5)
-
-
-def test_the_two_ways_to_propose_are_not_mixed():
-    class Both(Softmax):
-        def propose(self, t):
-            return occ.interior_point(self.mdp)[None]
-
-    with pytest.raises(TypeError, match="Both has both propose and propose_policy"):
-        occ.simulate(MDP, Both(MDP), LOSSES, 5)
-    with pytest.raises(TypeError, match="FollowTheLeader does not know the transitions"):
-        occ.simulate(MDP, occ.FollowTheLeader(MDP.blind()), LOSSES, 5)

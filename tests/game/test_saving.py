@@ -45,6 +45,7 @@ def test_what_is_played_before_ctrl_c_is_saved(tmp_path, at):
     assert caught.value.saved_to == tmp_path / "run"
     assert caught.value.result.episodes[-1] == 501
     assert not caught.value.result.finished
+    assert ", not finished" in repr(caught.value.result)
     (note,) = caught.value.__notes__
     where = f"saved to {tmp_path / 'run'}; the same call continues"
     assert note == f"torch_occ: stopped at episode 530 of 600; {where}"

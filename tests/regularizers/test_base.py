@@ -44,32 +44,6 @@ def test_values_follow_the_algebra(psi, weights):
     torch.testing.assert_close(psi(q, 9.0, mdp), expected, rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize(
-    "combine",
-    [
-        lambda psi: psi + 1,
-        lambda psi: 1 + psi,
-        lambda psi: psi - psi,
-        lambda psi: psi * psi,
-        lambda psi: 1 / psi,
-        lambda psi: psi / psi,
-        lambda psi: torch.tensor(2.0) * psi,
-        lambda psi: psi + occ.Constant(1.0),
-        lambda psi: (psi + psi) + None,
-    ],
-)
-def test_an_operation_without_a_meaning_is_a_type_error(combine):
-    with pytest.raises(TypeError, match="unsupported operand"):
-        combine(occ.Shannon())
-
-
-@pytest.mark.parametrize("factor", [0, -1.0, torch.nan, torch.inf])
-def test_only_positive_numbers_scale(factor):
-    for combine in (lambda psi: factor * psi, lambda psi: psi / factor):
-        with expect(f"positive number, got {factor}"):
-            combine(occ.Shannon())
-
-
 def test_the_parameters_of_a_sum_are_those_of_its_terms():
     psi = occ.HybridTsallis(0.5) / occ.InverseSqrt(2.0) + occ.LogBarrier(3.0)
     assert sorted(p.item() for p in psi.parameters()) == [0.5, 2.0, 3.0]
