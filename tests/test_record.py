@@ -68,7 +68,14 @@ OWN = {"Empty": Empty, "OwnSeparable": SmoothedHybrid, "OwnStatewise": Centred, 
 
 def evaluate(section, name, mdp=DENSE, **more):
     """The case of this name, for this MDP."""
-    names = OWN | {"occ": occ, "torch": torch, "table": table, "mdp": mdp, "T": EPISODES}
+    names = OWN | {
+        "__name__": __name__,
+        "occ": occ,
+        "torch": torch,
+        "table": table,
+        "mdp": mdp,
+        "T": EPISODES,
+    }
     names |= {"mean": table(mdp, seed=1), "tables": table(mdp, 5, seed=2)}
     if section in ("regularizers", "own", "model"):
         names |= {"states": counting(mdp.num_states), "actions": counting(mdp.num_actions)}

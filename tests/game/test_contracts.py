@@ -205,15 +205,6 @@ def test_one_learner_serves_many_threads(backend):
             assert all(map(torch.equal, found, expected))
 
 
-def test_a_learner_that_cannot_be_copied_is_named():
-    learner = Proposes(Q[None])
-    learner.lock = threading.Lock()
-    with pytest.raises(
-        TypeError, match=r"learner: Proposes cannot be copied .*lock.* override Proposes\.copy"
-    ):
-        occ.simulate(MDP, learner, LOSSES, 3)
-
-
 class Spoils(occ.Callback):
     def on_checkpoint(self, run):
         with torch.no_grad():

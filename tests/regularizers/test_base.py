@@ -64,33 +64,6 @@ def test_without_an_mdp_all_states_form_one_layer(psi):
 
 # -- parameters ------------------------------------------------------------------------------------
 
-BUILT_IN = {
-    "Tsallis": ("power", [0.0, 1.0, -0.5, 2.0, torch.nan]),
-    "HybridTsallis": ("alpha", [-1e-9, torch.inf, torch.nan]),
-    "HybridComplement": ("alpha", [-0.5, torch.nan]),
-    "LogBarrier": ("beta", [-1.0, torch.inf]),
-    "Constant": ("rate", [0.0, -2.0]),
-    "InverseSqrt": ("gamma", [0.0, torch.nan]),
-    "Polynomial": ("exponent", [-0.5, torch.inf]),
-}
-CASES = [(owner, name, value) for owner, (name, values) in BUILT_IN.items() for value in values]
-
-
-@pytest.mark.parametrize(("owner", "name", "value"), CASES)
-def test_a_parameter_outside_its_domain_is_named(owner, name, value):
-    for given in (value, tensor(value), tensor([0.5, value])):
-        with expect(f"{owner}: {name} must satisfy ", f"got {float(value)}"):
-            getattr(occ, owner)(**{name: given})
-
-
-def test_a_parameter_that_leaves_its_domain_later_is_found_inside_a_sum():
-    psi = occ.HybridTsallis(0.5) / occ.InverseSqrt(2.0) + occ.LogBarrier(3.0)
-    psi.validate()
-    with torch.no_grad():
-        psi.terms[1].beta.fill_(-1.0)
-    with expect("LogBarrier: beta must satisfy ", "got -1"):
-        psi.validate()
-
 
 @pytest.mark.parametrize(
     ("given", "dtype"),
@@ -106,16 +79,6 @@ def test_a_parameter_is_a_copy_with_all_digits_of_a_python_number(given, dtype):
 
 
 # -- new regularizers ------------------------------------------------------------------------------
-
-
-def test_a_regularizer_without_a_level_says_what_to_derive_it_from():
-    class Nothing(occ.Regularizer):
-        pass
-
-    q, mdp = point()
-    for psi in (Nothing(), occ.Shannon() + Nothing() / 2):
-        with pytest.raises(TypeError, match="Nothing: derive it from SeparableRegularizer"):
-            psi(q, 1.0, mdp)
 
 
 def test_a_table_has_numbers_and_names():

@@ -380,14 +380,6 @@ def test_a_vmap_over_the_weights_of_a_network_is_refused():
         torch.func.vmap(solve, (None, 0))(random_loss(mdp), some((2, 1, 1), 0))
 
 
-def test_tables_take_scalars():
-    class Tilted(occ.LogBarrier):
-        arg_constraints: ClassVar = {"beta": constraints.independent(constraints.positive, 1)}
-
-    with expect("Tilted: beta declares 1 event ", "SeparableRegularizer"):
-        Tilted(tensor([1.0, 2.0, 3.0]))
-
-
 def test_tune_and_leap_refuse_parameters_that_they_cannot_take():
     mdp = MDPS["contexts"]
     world = occ.tuning.World("stochastic", mdp, random_loss(mdp))
