@@ -78,8 +78,7 @@ class ProgressBar(Callback):
         self.bar.close()
 
 
-#: Columns of the HParams dashboard: the first parameters, and the curves whose last value is shown.
-_COMPARED = ("learner", "losses", "alpha", "beta", "gamma")
+#: The curves whose last value the HParams dashboard shows.
 _METRICS = ["Regret/mean", "Regret/mean_lower", "Regret/mean_upper", "Regret/realised_mean"]
 _METRICS += ["policy/distance_to_optimal", "solver/uncertified"]
 
@@ -222,12 +221,7 @@ class TensorBoard(Callback):
         self.writer.add_image("policy/q", image, run.t, dataformats="HWC")
 
     def _hparams(self, run: Simulation, moment: Literal["start", "end"]) -> None:
-        """Write the parameters and metrics of a run for the HParams dashboard.
-
-        The dashboard shows every column that at least one run declares.
-        """
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+        """Write the parameters and metrics of a run for the HParams dashboard."""
         from torch.utils.tensorboard.summary import hparams
 
         values = {
@@ -243,22 +237,9 @@ class TensorBoard(Callback):
         values |= {name: x for name, x in own if name != "learning_rate"}
         simple = bool | int | float | str
         values |= {name: x for name, x in run.config.items() if isinstance(x, simple)}
-        _, first, last = hparams(values, {})
-        if moment == "end":
-            self.writer.file_writer.add_summary(last, 0)
-            return
-        columns = [
-            api_pb2.HParamInfo(name=name, differs=name in _COMPARED)
-            for name in dict.fromkeys((*_COMPARED, *values))
-        ]
-        metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in _METRICS]
-        data = plugin_data_pb2.HParamsPluginData(
-            experiment=api_pb2.Experiment(hparam_infos=columns, metric_infos=metrics)
-        )
-        about = metadata.create_summary_metadata(data)
-        value = Summary.Value(tag=metadata.EXPERIMENT_TAG, metadata=about)
-        self.writer.file_writer.add_summary(Summary(value=[value]), 0)
-        self.writer.file_writer.add_summary(first, 0)
+        *start, end = hparams(values, dict.fromkeys(_METRICS, 0.0))
+        for summary in start if moment == "start" else [end]:
+            self.writer.file_writer.add_summary(summary, 0)
 
     def _scalars(self, values: dict[str, float], t: int) -> None:
         for tag, value in values.items():

@@ -8,8 +8,7 @@ and the value, and says what was expected.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -255,14 +254,6 @@ def _kind(x: Any) -> str:
 
 class UncertifiedWarning(UserWarning):
     """Some steps of a run could not be certified, so its q and its regret may be wrong."""
-
-
-@contextmanager
-def uncertified_is_handled() -> Iterator[None]:
-    """Silence `UncertifiedWarning` for callers that check `history.uncertified` themselves."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UncertifiedWarning)
-        yield
 
 
 def warn_of_first(run: Simulation) -> bool:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ.mdp.checks import require
 from torch_occ.regularizers.schedules import Schedule
 
 
@@ -86,15 +87,11 @@ class ReducedVariance(CentredEstimator):
     """
 
     def __init__(self, learning_rate: Schedule) -> None:
-        if not isinstance(learning_rate, Schedule):
-            raise TypeError(
-                "learning_rate: expected an occ.Schedule, for example occ.InverseSqrt(0.5), got "
-                f"{learning_rate!r}"
-            )
-        if learning_rate.places():
-            raise ValueError(
-                "learning_rate: expected one rate for all pairs, got one per layer, state or pair"
-            )
+        expected = "an occ.Schedule, for example occ.InverseSqrt(0.5)"
+        fine = isinstance(learning_rate, Schedule)
+        require(fine, "learning_rate", expected, repr(learning_rate), TypeError)
+        found = "one per layer, state or pair"
+        require(not learning_rate.places(), "learning_rate", "one rate for all pairs", found)
         self.learning_rate = learning_rate
 
     def threshold(self, t: Tensor) -> Tensor:
@@ -114,8 +111,7 @@ class ImplicitExploration(Estimator):
     """
 
     def __init__(self, bias: float) -> None:
-        if not bias > 0:
-            raise ValueError(f"bias: expected a positive number, got {bias}")
+        require(bias > 0, "bias", "a positive number", bias)
         self.bias = bias
 
     def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:

@@ -137,7 +137,7 @@ class EnginePlayer:
     def play(
         self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None, rows: range
     ) -> None:
-        """Play episodes run.t + 1, ...; the arguments are those of `simulate.Player`."""
+        """Play episodes run.t + 1, ...; the arguments are those of `TorchPlayer`."""
         self.learner.check_settings()
         count, n, q = len(run.seeds), len(rows), run.q.clone()
         lanes = lanes_for(count, few_lanes(self.model)) if self.in_lanes else None

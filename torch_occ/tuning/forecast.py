@@ -26,6 +26,7 @@ from torch_occ.game.losses import (
     check_unit_interval,
     mean_square,
 )
+from torch_occ.mdp.checks import require
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import optimal_policy, policy_of, reachability
 from torch_occ.regularizers.base import Regularizer
@@ -199,8 +200,7 @@ def _corrupted(mdp: LayeredMDP, losses: Corrupted, clean: Tensor, episodes: int)
 
 def check_episodes(episodes: int) -> None:
     """Raise a ValueError if this number of episodes cannot be forecast."""
-    if not 1 <= episodes <= 10**12:
-        raise ValueError(f"episodes: expected a number from 1 to 1e12, got {episodes}")
+    require(1 <= episodes <= 10**12, "episodes", "a number from 1 to 1e12", episodes)
 
 
 def _first_mean(mdp: LayeredMDP, losses: LossProcess, start: int) -> Tensor:
@@ -222,10 +222,6 @@ def _first_mean(mdp: LayeredMDP, losses: LossProcess, start: int) -> Tensor:
 # Cov(loss_estimate) along the path, which contains the joint probabilities of visiting two pairs in
 # one episode. Everything is smooth on the scale of t, so few values of t are enough. All of them
 # are solved as one batch.
-#
-# Summed by parts over t, the noise is the stability term of the FTRL analysis, 1/2 sum_t
-# E |loss_estimate_t|^2 in the norm of Pi_t, minus the fluctuations that are left at the end and
-# those that the growth of psi_t removes. `stability` is that term.
 #
 # The expansion is in the relative fluctuations of q. It fails where a single visit changes q many
 # times over; `noise_share` shows this, and leaping works there. With a baseline b, a visit without
@@ -256,7 +252,6 @@ class Forecast(NamedTuple):
     episodes: Tensor  # (C,)
     drift: Tensor  # (*batch, C), the regret of the mean path
     noise: Tensor  # (*batch, C), the contribution of fluctuations of the loss estimates
-    stability: Tensor  # (*batch, C), 1/2 sum_t E |loss_estimate_t|^2_{Pi_t}, for comparison
     certified: Tensor  # (*batch,), whether every step on the path was certified
 
     @property
@@ -306,7 +301,7 @@ def forecast(
         per_decade: panels of three solves per tenfold of episodes.
 
     Returns:
-        The curves of drift, noise and stability.
+        The curves of drift and noise.
 
     Raises:
         ValueError: if `episodes` is out of range, a loss is not in [0, 1], the losses have too many
@@ -337,18 +332,13 @@ def forecast(
     linear = Linearization(step, q, t)
     baseline = torch.where(mdp.actions, estimate.baseline(q, t), 0.0)
     given = Estimates(mean[grid.phase], phases.noise, baseline)
-    bend, square = _noise(mdp, linear, grid, given)
-    curves = (drift, grid.sums(-0.5 * bend), grid.sums(0.5 * square))
-    drift, fluctuation, stability = (
-        torch.where(certified, curve, torch.nan).movedim(0, -1) for curve in curves
-    )
-    return Forecast(grid.ends, drift, fluctuation, stability, certified)
+    curves = (drift, grid.sums(-0.5 * _noise(mdp, linear, grid, given)))
+    drift, noise = (torch.where(certified, curve, torch.nan).movedim(0, -1) for curve in curves)
+    return Forecast(grid.ends, drift, noise, certified)
 
 
-def _noise(
-    mdp: LayeredMDP, linear: Linearization, grid: Quadrature, given: Estimates
-) -> tuple[Tensor, Tensor]:
-    """D3psi[Pi m](Pi C Pi) and E |loss_estimate|^2_Pi at every node, `(K, *batch)`, by matrices."""
+def _noise(mdp: LayeredMDP, linear: Linearization, grid: Quadrature, given: Estimates) -> Tensor:
+    """D3psi[Pi m](Pi C Pi) at every node, `(K, *batch)`, by matrices."""
     q = linear.q
     nodes, pairs = q.shape[:-2].numel(), q.shape[-2:].numel()
     size = nodes * pairs**2 * q.element_size()
@@ -358,12 +348,10 @@ def _noise(
             f"{nodes:,} nodes; use occ.leap"
         )
     Pi = linear.dense()  # (K, *batch, S * A, S * A)
-    visited = second_moment(mdp, q, given)
-    flat, b = given.mean.flatten(-2), given.baseline.flatten(-2)
-    C = grid.sums_before(visited - outer(flat - b))
+    flat = given.mean.flatten(-2)
+    C = grid.sums_before(second_moment(mdp, q, given) - outer(flat - given.baseline.flatten(-2)))
     u = (Pi @ flat.unsqueeze(-1)).squeeze(-1).unflatten(-1, q.shape[-2:])
-    mixed = (b.unsqueeze(-2) @ Pi @ (2 * flat - b).unsqueeze(-1))[..., 0, 0]
-    return linear.bend(u, Pi @ C @ Pi), (Pi * visited).sum((-2, -1)) + mixed
+    return linear.bend(u, Pi @ C @ Pi)
 
 
 def second_moment(mdp: LayeredMDP, q: Tensor, given: Estimates) -> Tensor:
@@ -459,10 +447,8 @@ def leap(
         TypeError: if the losses or the estimator cannot be forecast.
     """
     check_episodes(episodes)
-    if particles < 1:
-        raise ValueError(f"particles: expected at least 1, got {particles}")
-    if not accuracy > 0:
-        raise ValueError(f"accuracy: expected a positive number, got {accuracy}")
+    require(particles >= 1, "particles", "at least 1", particles)
+    require(accuracy > 0, "accuracy", "a positive number", accuracy)
     for batch in regularizer.batched():
         raise ValueError(
             f"regularizer: a parameter has the batch shape {tuple(batch)}, and leap takes one "
