@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.mdp.checks import require
+from torch_occ.mdp.checks import check_that
 from torch_occ.regularizers.schedules import Schedule
 
 
@@ -89,9 +89,9 @@ class ReducedVariance(CentredEstimator):
     def __init__(self, learning_rate: Schedule) -> None:
         expected = "an occ.Schedule, for example occ.InverseSqrt(0.5)"
         fine = isinstance(learning_rate, Schedule)
-        require(fine, "learning_rate", expected, repr(learning_rate), TypeError)
+        check_that(fine, "learning_rate", expected, repr(learning_rate), TypeError)
         found = "one per layer, state or pair"
-        require(not learning_rate.places(), "learning_rate", "one rate for all pairs", found)
+        check_that(not learning_rate.places(), "learning_rate", "one rate for all pairs", found)
         self.learning_rate = learning_rate
 
     def threshold(self, t: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class ImplicitExploration(Estimator):
     """
 
     def __init__(self, bias: float) -> None:
-        require(bias > 0, "bias", "a positive number", bias)
+        check_that(bias > 0, "bias", "a positive number", bias)
         self.bias = bias
 
     def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:

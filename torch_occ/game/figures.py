@@ -19,7 +19,7 @@ from torch_occ._support.files import markdown
 from torch_occ.game.estimators import Estimator
 from torch_occ.game.history import History, band
 from torch_occ.game.losses import LossProcess
-from torch_occ.mdp.checks import require
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer, Scaled, Sum
 from torch_occ.regularizers.parameters import Parametrized
@@ -148,7 +148,7 @@ def occupancy_figure(
 
     found = f"{tuple(q.shape)}; of several seeds, draw one or their mean, q.mean(0)"
     fits = q.shape == mdp.actions.shape
-    require(fits, "q", f"shape {tuple(mdp.actions.shape)}", found)
+    check_that(fits, "q", f"shape {tuple(mdp.actions.shape)}", found)
     layers = np.linspace(0, mdp.horizon - 1, min(mdp.horizon, PANELS)).round().astype(int).tolist()
     cells, most = max(*mdp.layer_sizes, mdp.num_actions), min(max(mdp.layer_sizes), STATES)
     written = cells <= WRITTEN and mdp.horizon <= PANELS

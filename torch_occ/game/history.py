@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_occ._support.choices import extra, later
 from torch_occ._support.files import markdown, read_checked, write_checked
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import running_total
 from torch_occ.mdp.occupancy import optimal_policy
@@ -143,12 +144,11 @@ class Curves:
             ValueError: if there is no such curve, or no checkpoint was reached.
         """
         curve = self.shown[0] if curve is None else curve
-        values = self._curves().get(curve)
-        if values is None:
-            raise ValueError(f"curve: expected one of {list(self._curves())}, got {curve!r}")
-        if not values.shape[-1]:
+        curves = self._curves()
+        check_that(curve in curves, "curve", f"one of {list(curves)}", repr(curve))
+        if not len(self.episodes):
             raise ValueError("history: no checkpoint was reached, so no curve has a last point")
-        return Mean.of(values[:, -1].cpu())
+        return Mean.of(curves[curve][:, -1].cpu())
 
     def to_dataframe(self) -> Any:
         """Every curve as a pandas DataFrame.

@@ -28,7 +28,7 @@ from torch_occ.game.estimators import (
     ImportanceWeighted,
     ReducedVariance,
 )
-from torch_occ.mdp.checks import require
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import cheapest, interior_point, occupancy, optimal_policy
 from torch_occ.regularizers.base import Regularizer
@@ -219,10 +219,10 @@ class OptimisticValueIteration(EmpiricalLearner):
 
     def __init__(self, mdp: LayeredMDP, scale: float = 0.5**0.5, floor: float = 0.0) -> None:
         super().__init__(mdp)
-        require(scale > 0, "scale", "a positive number", scale)
+        check_that(scale > 0, "scale", "a positive number", scale)
         fine = floor <= 0 and (math.isfinite(floor) or mdp.horizon == 1)
         expected = "a number of at most 0, finite if there is more than one layer"
-        require(fine, "floor", expected, floor)
+        check_that(fine, "floor", expected, floor)
         self.scale, self.floor = scale, floor
 
     def index(self, t: int) -> Tensor:
@@ -275,17 +275,17 @@ class FTRL(Learner):
         self.optimistic = optimistic
         fine, expected = isinstance(regularizer, Regularizer), "for example occ.jin_luo(mdp)"
         kind = type(regularizer).__name__
-        require(fine, "regularizer", f"an occ.Regularizer, {expected}", kind, TypeError)
+        check_that(fine, "regularizer", f"an occ.Regularizer, {expected}", kind, TypeError)
         expected = "an occ.Estimator, for example occ.ImportanceWeighted()"
         fine = isinstance(estimator, Estimator | None)
-        require(fine, "estimator", expected, repr(estimator), TypeError)
+        check_that(fine, "estimator", expected, repr(estimator), TypeError)
         self.step = FTRLStep(mdp, regularizer, constraints=constraints)
         self.valid: list[Any] = []  # the last parameters that `check_settings` found valid
         if constraints is not None:
             shapes = tuple(constraints.costs.shape), tuple(constraints.limits.shape)
             expected = "budgets without a batch, costs (m, S, A) and limits (m,)"
             fine = sum(map(len, shapes)) <= 4
-            require(fine, "constraints", expected, f"{shapes[0]} and {shapes[1]}")
+            check_that(fine, "constraints", expected, f"{shapes[0]} and {shapes[1]}")
         self.estimator = ImportanceWeighted() if estimator is None else estimator
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.streams import Purpose, stream
-from torch_occ.mdp.checks import as_tensor, require
+from torch_occ.mdp.checks import as_tensor, check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import likeliest, optimal_policy
 
@@ -108,7 +108,7 @@ class TableLosses(LossProcess):
 
     def __init__(self, table: Tensor) -> None:
         self.table = check_unit_interval("table", table)
-        require(self.table.dim() == 3, "table", "shape (T, S, A)", tuple(table.shape))
+        check_that(self.table.dim() == 3, "table", "shape (T, S, A)", tuple(table.shape))
         self.length = len(self.table)
 
     def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> Means:
@@ -130,9 +130,9 @@ class SwitchingLosses(LossProcess):
     def __init__(self, tables: Tensor, period: int, noise: Noise = "none") -> None:
         self.tables, self.period = check_unit_interval("tables", tables), period
         self.noise = check_noise(noise)
-        require(self.tables.dim() == 3, "tables", "shape (K, S, A)", tuple(tables.shape))
+        check_that(self.tables.dim() == 3, "tables", "shape (K, S, A)", tuple(tables.shape))
         whole = isinstance(period, int) and period >= 1
-        require(whole, "period", "a whole number of at least 1", period)
+        check_that(whole, "period", "a whole number of at least 1", period)
 
     def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> Means:
         t = torch.arange(t0 - 1, t0 - 1 + n, device=self.tables.device)
@@ -147,7 +147,7 @@ class RandomWalkLosses(LossProcess):
     """
 
     def __init__(self, step: float = 0.01, noise: Noise = "none") -> None:
-        require(0 < step < 1, "step", "a number in (0, 1)", step)
+        check_that(0 < step < 1, "step", "a number in (0, 1)", step)
         self.step, self.noise = step, check_noise(noise)
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
@@ -206,8 +206,8 @@ class StochasticallyConstrained(LossProcess):
     def __init__(
         self, base: Tensor, swing: float = 0.5, growth: float = 1.6, noise: Noise = "bernoulli"
     ) -> None:
-        require(0 <= swing < 1, "swing", "a number in [0, 1)", swing)
-        require(growth > 1, "growth", "more than 1", growth)
+        check_that(0 <= swing < 1, "swing", "a number in [0, 1)", swing)
+        check_that(growth > 1, "growth", "more than 1", growth)
         self.base, self.swing, self.growth = check_unit_interval("base", base), swing, growth
         self.noise = check_noise(noise)
 
@@ -234,7 +234,7 @@ def check_unit_interval(name: str, table: Tensor) -> Tensor:
     """Return a copy of the table; raise a ValueError if an entry is not in [0, 1]."""
     table = as_tensor(table)
     advice = f"{type(table).__name__}; make one by torch.as_tensor(..., dtype=torch.float64)"
-    require(isinstance(table, Tensor), name, "a torch tensor", advice, TypeError)
+    check_that(isinstance(table, Tensor), name, "a torch tensor", advice, TypeError)
     wrong = (~((table >= 0) & (table <= 1))).nonzero()
     if len(wrong):
         index = tuple(wrong[0].tolist())
@@ -242,7 +242,7 @@ def check_unit_interval(name: str, table: Tensor) -> Tensor:
             f"{name}: entry {index} is {float(table[index])}; losses must be in [0, 1]"
         )
     empty = f"an empty tensor of shape {tuple(table.shape)}"
-    require(table.numel() > 0, name, "at least one loss", empty)
+    check_that(table.numel() > 0, name, "at least one loss", empty)
     return table.detach().clone()
 
 
@@ -271,7 +271,7 @@ def second_moments(mean: Tensor, square: Tensor) -> Tensor:
 def check_noise(noise: Noise) -> Noise:
     """Return the noise; raise a ValueError if it is unknown."""
     known = noise in ("none", "bernoulli", "uniform")
-    require(known, "noise", "none, bernoulli or uniform", repr(noise))
+    check_that(known, "noise", "none, bernoulli or uniform", repr(noise))
     return noise
 
 
@@ -279,7 +279,7 @@ def check_fits(name: str, table: Tensor, mdp: LayeredMDP) -> None:
     """Raise a ValueError if a table does not have the shape, type and device of the MDP."""
     found = f"{table.dtype} of shape {tuple(table.shape)} on {table.device}"
     expected = f"{mdp.dtype} of shape {tuple(mdp.actions.shape)} on {mdp.device}"
-    require(found == expected, name, expected, found)
+    check_that(found == expected, name, expected, found)
 
 
 # -- Corrupted losses: the means of another process are changed, within a budget -------------------
@@ -314,13 +314,13 @@ class Corrupted(LossProcess):
         target: Tensor | None = None,
     ) -> None:
         process = "an occ.LossProcess, for example occ.BernoulliLosses(mean)"
-        require(isinstance(base, LossProcess), "base", process, type(base).__name__, TypeError)
-        require(budget >= 0, "budget", "a non-negative number", budget)
+        check_that(isinstance(base, LossProcess), "base", process, type(base).__name__, TypeError)
+        check_that(budget >= 0, "budget", "a non-negative number", budget)
         known = strategy in ("front", "uniform", "targeted")
-        require(known, "strategy", "front, uniform or targeted", repr(strategy))
+        check_that(known, "strategy", "front, uniform or targeted", repr(strategy))
         spread = strategy != "uniform" or (episodes is not None and episodes >= 1)
         number = "the number of episodes over which to spread the budget"
-        require(spread, "episodes", number, episodes)
+        check_that(spread, "episodes", number, episodes)
         if strategy == "targeted" and target is None:
             raise ValueError(
                 "target: the targeted strategy needs the mean loss (S, A) whose optimal actions "

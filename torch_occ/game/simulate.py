@@ -28,7 +28,7 @@ from torch_occ.game.estimators import Feedback
 from torch_occ.game.history import History, comparator
 from torch_occ.game.learners import FTRL, Learner
 from torch_occ.game.losses import LossProcess, check_noise, mean_square, second_moments
-from torch_occ.mdp.checks import require
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import invert
 from torch_occ.mdp.occupancy import interior_point, occupancy, policy_of
@@ -55,7 +55,7 @@ def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> 
         check_noise(losses.noise)
     fine, name = isinstance(losses.stride, int) and losses.stride >= 1, type(losses).__name__
     expected = f"{name}.stride to be a positive integer"
-    require(fine, "losses", expected, repr(losses.stride))
+    check_that(fine, "losses", expected, repr(losses.stride))
     if losses.length is not None and losses.length < episodes:
         raise ValueError(
             f"losses: the table has {losses.length} episodes, but {episodes} were asked for"
@@ -98,7 +98,7 @@ def whole(name: str, value: Any) -> int:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name}: expected a whole number, got {value!r}") from None
-    require(number >= 1, name, "at least 1", number)
+    check_that(number >= 1, name, "at least 1", number)
     return number
 
 
@@ -117,7 +117,7 @@ def check_seeds(seeds: tuple[int, ...]) -> None:
     """Raise a ValueError unless there is a seed, all differ, and all are below 2**64."""
     if not seeds:
         raise ValueError("seeds: expected at least one")
-    require(max(seeds) < 2**64, "seeds", "integers below 2**64", max(seeds))
+    check_that(max(seeds) < 2**64, "seeds", "integers below 2**64", max(seeds))
     for seed, count in Counter(seeds).items():
         if count > 1:
             raise ValueError(
@@ -143,7 +143,7 @@ def check_kind(name: str, thing: Any, kind: type, example: str = "") -> None:
     if isinstance(thing, type):
         found = f"the class {thing.__name__}; make an object of it"
     fine = isinstance(thing, kind)
-    require(fine, name, f"an occ.{kind.__name__}{example}", found, TypeError)
+    check_that(fine, name, f"an occ.{kind.__name__}{example}", found, TypeError)
 
 
 # -- A run in progress: its sums and curves, which callbacks read, and its state in a file ---------
@@ -302,7 +302,7 @@ class Simulation:
             raise ValueError("checkpoints: expected at least one episode")
         least, most = self.checkpoints[0], self.checkpoints[-1]
         expected = f"episodes from 1 to {episodes}"
-        require(1 <= least <= most <= episodes, "checkpoints", expected, f"{least} to {most}")
+        check_that(1 <= least <= most <= episodes, "checkpoints", expected, f"{least} to {most}")
         table, n = (mdp.num_states, mdp.num_actions), len(self.seeds)
         self.per_episode = 3 * mdp.horizon + learner.full_information * math.prod(table)  # numbers
         check_memory(n, self.per_episode)

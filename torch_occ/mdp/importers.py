@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import extra
-from torch_occ.mdp.checks import Table, check_rows, unexpected
+from torch_occ.mdp.checks import Table, unexpected
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.unroll import ABSORBING, Outcomes, finish, unroll
 
@@ -275,15 +275,14 @@ def _read_table(env: Any, name: str) -> tuple[Outcomes, Tensor]:
             )
     actions = torch.zeros(num_states, num_actions, dtype=torch.bool)
     actions[state, action] = True
-    found = Outcomes(state, action, torch.where(ended > 0, ABSORBING, after), columns[4], actions)
-    entries, sums = torch.stack([state, action, after], -1), found.sums(columns[4])
-    where = ("state", "action"), lambda entry: entries[entry[0]].tolist()
-    check_rows(f"env: {name}: P", columns[4], where[0], sums=sums, used=actions, locate=where[1])
-    stranded = (found.next != ABSORBING) & (columns[4] > 0) & ~actions.any(-1)[after]
-    for s, a, there in entries[stranded][:1].tolist():
+    found = Outcomes(state, action, after, columns[4], actions)
+    found.check(f"env: {name}: P")
+    stranded = (ended == 0) & (columns[4] > 0) & ~actions.any(-1)[after]
+    for s, a, there in torch.stack([state, action, after], -1)[stranded][:1].tolist():
         raise ValueError(
             f"env: {name}: P[{s}][{a}] leads to state {there}, for which the table has no action"
         )
+    found = replace(found, next=torch.where(ended > 0, ABSORBING, after))
     return found, columns[5]
 
 

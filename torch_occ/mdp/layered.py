@@ -31,7 +31,7 @@ from torch import Tensor
 from torch_occ._support.choices import later
 from torch_occ._support.private import standard_gamma, versions_of
 from torch_occ.mdp import checks
-from torch_occ.mdp.checks import Table, as_tensor, broadcast, require
+from torch_occ.mdp.checks import Table, as_tensor, broadcast, check_that
 from torch_occ.mdp.layers import DenseLayer, Layer, SparseLayer
 from torch_occ.mdp.unroll import ABSORBING, finish, outcomes_of, unroll
 
@@ -54,7 +54,7 @@ class LayeredMDP:
     Args:
         transitions: one tensor per layer k = 0..L-1, `P_k[s, a, s'] = P(s' | s, a)` of shape
             `(*batch, S_k, A, S_{k+1})`; the last one leads to the single terminal state. They may
-            require gradients. A layer may also be a sparse tensor `(S_k * A, S_{k+1})`, with one
+            check_that gradients. A layer may also be a sparse tensor `(S_k * A, S_{k+1})`, with one
             row per pair; it is never made dense.
         actions: boolean mask `(S, A)` of the actions of each state; all by default. The
             transitions of masked pairs are ignored.
@@ -139,10 +139,10 @@ class LayeredMDP:
         """
         sizes = {"horizon": horizon, "width": width, "num_actions": num_actions}
         for name, number in sizes.items():
-            require(number >= 1, name, "at least 1", number)
-        require(concentration > 0, "concentration", "a positive number", concentration)
+            check_that(number >= 1, name, "at least 1", number)
+        check_that(concentration > 0, "concentration", "a positive number", concentration)
         whole = isinstance(seed, SupportsIndex)
-        require(whole, "seed", "a whole number", type(seed).__name__, TypeError)
+        check_that(whole, "seed", "a whole number", type(seed).__name__, TypeError)
         generator = torch.Generator().manual_seed(operator.index(seed))
         shapes = [(n, num_actions, m) for n, m in pairwise([1, *[width] * (horizon - 1), 1])]
         return cls([_dirichlet(shape, concentration, generator).to(dtype) for shape in shapes])
@@ -492,7 +492,7 @@ class LayeredMDP:
         """
         like = self.initial.to(*args, **kwargs)
         fine = like.is_floating_point()
-        require(fine, "dtype", "a floating-point type", like.dtype, TypeError)
+        check_that(fine, "dtype", "a floating-point type", like.dtype, TypeError)
         return self.map_tensors(
             lambda x: x.to(like.device, like.dtype if x.is_floating_point() else None)
         )

@@ -269,14 +269,10 @@ class SparseLayer:
     def check(self, k: int, actions: Tensor) -> None:
         fixed = self.with_probabilities(self.probabilities.detach())
         sums = fixed.ahead(fixed.probabilities.new_ones(self.sizes[2]))
+        (pair, following), given = (self.pattern.pair, self.pattern.next), fixed.probabilities
+        places = (pair // self.sizes[1], pair % self.sizes[1], following)
         words = (f"layer {k}, state", "action")
-
-        def locate(entry: list[int]) -> tuple[int, int, int]:
-            state, action = divmod(int(self.pattern.pair[entry]), self.sizes[1])
-            return state, action, int(self.pattern.next[entry])
-
-        name, given = f"transitions[{k}]", fixed.probabilities
-        check_rows(name, given, words, sums=sums, used=actions, locate=locate)
+        check_rows(f"transitions[{k}]", given, words, sums=sums, used=actions, places=places)
 
 
 Layer = DenseLayer | SparseLayer

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torch_occ.mdp.checks import Table, as_tensor, check_rows, require
+from torch_occ.mdp.checks import Table, as_tensor, check_rows, check_that
 
 #: Instead of a state: the episode is over. It is the `origin` of the absorbing end, and the next
 #: state of an outcome that ends the episode.
@@ -49,6 +49,12 @@ class Outcomes:
         found = values.new_zeros(self.actions.numel()).index_add(0, index, values)
         return found.reshape(self.actions.shape)
 
+    def check(self, name: str) -> None:
+        """Raise a ValueError that names the first pair without a distribution."""
+        given, places = self.probability.detach(), (self.state, self.action, self.next)
+        words, sums = ("state", "action"), self.sums(given)
+        check_rows(name, given, words, sums=sums, used=self.actions, places=places)
+
     def select(self, keep: Tensor) -> Outcomes:
         """The outcomes under a mask `(n,)`."""
         state, action, after = self.state[keep], self.action[keep], self.next[keep]
@@ -69,7 +75,7 @@ def finish(
     actions = outcomes.actions if actions is None else actions
     given = f"{actions.dtype} {tuple(actions.shape)}"
     fine = given == f"{torch.bool} {shape}"
-    require(fine, "actions", f"a boolean mask of shape {shape}", given)
+    check_that(fine, "actions", f"a boolean mask of shape {shape}", given)
     ends = torch.zeros(shape[0], dtype=torch.bool, device=device)
     ends[list(terminal)] = True
     idle = (~actions.any(-1) & ~ends).nonzero()
@@ -80,18 +86,9 @@ def finish(
         )
     exist = actions & ~ends.unsqueeze(-1)
     found = replace(outcomes, actions=exist).select(exist[outcomes.state, outcomes.action])
-    probability = found.probability.detach()
-    fine, kind = probability.is_floating_point(), probability.dtype
-    require(fine, "transition", "floating-point probabilities", kind)
-    entries = torch.stack([found.state, found.action, found.next], -1)
-    check_rows(
-        "transition",
-        probability,
-        ("state", "action"),
-        sums=found.sums(probability),
-        used=exist,
-        locate=lambda entry: entries[entry[0]].tolist(),
-    )
+    kind = found.probability.dtype
+    check_that(kind.is_floating_point, "transition", "floating-point probabilities", kind)
+    found.check("transition")
     return replace(found, next=torch.where(ends[found.next], ABSORBING, found.next))
 
 
@@ -100,7 +97,7 @@ def outcomes_of(transition: Any) -> Outcomes:
     shape = tuple(transition.shape) if hasattr(transition, "shape") else ()
     if isinstance(transition, Tensor) and transition.layout == torch.strided:
         fine = len(shape) == 3 and shape[0] == shape[2]
-        require(fine, "transition", "shape (S, A, S)", shape)
+        check_that(fine, "transition", "shape (S, A, S)", shape)
         # With gradients every entry is kept, so that zeros have a gradient too.
         index = ((transition != 0) | transition.requires_grad).nonzero(as_tuple=True)
         values = transition[index]
@@ -121,7 +118,7 @@ def outcomes_of(transition: Any) -> Outcomes:
         index = (index[0] // num_actions, index[0] % num_actions, index[1])
         shape = (shape[1], num_actions, shape[1])
     fine = len(shape) == 3 and shape[0] == shape[2]
-    require(fine, "transition", "a sparse table of shape (S, A, S) or (S * A, S)", shape)
+    check_that(fine, "transition", "a sparse table of shape (S, A, S) or (S * A, S)", shape)
     everything = torch.ones(shape[:2], dtype=torch.bool, device=values.device)
     return Outcomes(index[0], index[1], index[2], values, everything)
 
@@ -134,8 +131,8 @@ def unroll(
     `sparse` says how to store it; by default its size decides.
     """
     whole = isinstance(horizon, Integral)
-    require(whole, "horizon", "a whole number", repr(horizon), TypeError)
-    require(horizon >= 1, "horizon", "at least 1", horizon)
+    check_that(whole, "horizon", "a whole number", repr(horizon), TypeError)
+    check_that(horizon >= 1, "horizon", "at least 1", horizon)
     num_states, num_actions = outcomes.actions.shape
     device = outcomes.probability.device
     initial = as_tensor(initial)
@@ -146,7 +143,7 @@ def unroll(
         index = torch.arange(num_states, device=device)
         initial = (index == initial).to(outcomes.probability.dtype)
     fine = initial.shape == (num_states,)
-    require(fine, "initial", f"shape ({num_states},)", tuple(initial.shape))
+    check_that(fine, "initial", f"shape ({num_states},)", tuple(initial.shape))
     check_rows("initial", initial.detach())
 
     # One more state, the absorbing end, has one action and leads to itself. States without an

@@ -26,7 +26,7 @@ from torch_occ.game.losses import (
     check_unit_interval,
     mean_square,
 )
-from torch_occ.mdp.checks import require
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import optimal_policy, policy_of, reachability
 from torch_occ.regularizers.base import Regularizer
@@ -200,7 +200,7 @@ def _corrupted(mdp: LayeredMDP, losses: Corrupted, clean: Tensor, episodes: int)
 
 def check_episodes(episodes: int) -> None:
     """Raise a ValueError if this number of episodes cannot be forecast."""
-    require(1 <= episodes <= 10**12, "episodes", "a number from 1 to 1e12", episodes)
+    check_that(1 <= episodes <= 10**12, "episodes", "a number from 1 to 1e12", episodes)
 
 
 def _first_mean(mdp: LayeredMDP, losses: LossProcess, start: int) -> Tensor:
@@ -447,8 +447,8 @@ def leap(
         TypeError: if the losses or the estimator cannot be forecast.
     """
     check_episodes(episodes)
-    require(particles >= 1, "particles", "at least 1", particles)
-    require(accuracy > 0, "accuracy", "a positive number", accuracy)
+    check_that(particles >= 1, "particles", "at least 1", particles)
+    check_that(accuracy > 0, "accuracy", "a positive number", accuracy)
     for batch in regularizer.batched():
         raise ValueError(
             f"regularizer: a parameter has the batch shape {tuple(batch)}, and leap takes one "

@@ -21,7 +21,7 @@ from torch_occ._support.processes import stoppable
 from torch_occ.game.estimators import ReducedVariance
 from torch_occ.game.learners import FTRL, Learner
 from torch_occ.game.shifted import ShiftedFTRL
-from torch_occ.mdp.checks import require
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import ConditionalEntropy, LogBarrier, Tsallis
@@ -91,7 +91,7 @@ class ParameterSpace:
         parts = u.split([shape.numel() for shape in self.shapes], -1)
         given = zip(self.transforms.items(), parts, self.shapes, strict=True)
         return {
-            name: transform(part).reshape(*u.shape[:-1], *shape)
+            name: transform(part).reshape((*u.shape[:-1], *shape))
             for (name, transform), part, shape in given
         }
 
@@ -472,7 +472,7 @@ def recommended(mdp: LayeredMDP, world: Kind = "any") -> Learner:
         ValueError: if the world is not one of these.
     """
     known = get_args(Kind)
-    require(world in known, "world", f"one of {', '.join(map(repr, known))}", repr(world))
+    check_that(world in known, "world", f"one of {', '.join(map(repr, known))}", repr(world))
     if world == "stochastic":
         return later("rivals.thompson").Thompson(mdp)
     if world == "any":
