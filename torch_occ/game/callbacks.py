@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from torch_occ._support.choices import extra, progress_bar, summary_writer
+from torch_occ._support.files import write_atomically
 from torch_occ.game.figures import configuration, occupancy_figure, pixels, regret_figure
 from torch_occ.game.history import Band, band
 from torch_occ.game.learners import Learner
@@ -122,7 +122,12 @@ class TensorBoard(Callback):
         self.next_image = 1.0
 
     def on_start(self, run: Simulation) -> None:
-        _check_directory(self.directory)
+        try:
+            write_atomically(self.directory / "events", lambda _: None, rehearse=True)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            message = f"TensorBoard cannot write here ({reason}); name another directory"
+            raise OSError(error.errno, message, str(self.directory)) from error
         with extra("experiments", "the TensorBoard callback needs tensorboard and matplotlib"):
             import matplotlib  # noqa: F401  (fail here if it is missing, not at the first image)
 
@@ -199,10 +204,7 @@ class TensorBoard(Callback):
         return values
 
     def _policy(self, run: Simulation) -> dict[str, float]:
-        """Entropy of the policy, and its distance to the best policy for the first t episodes.
-
-        All are means over seeds and layers.
-        """
+        """Means over seeds and layers; the best policy is that of the first t episodes."""
         mdp, q, mean = run.mdp, run.q, run.sums["total_mean"] / run.t
         best = occupancy(mdp, optimal_policy(mdp, mean).policy)
         policy = policy_of(mdp, q)
@@ -246,26 +248,11 @@ class TensorBoard(Callback):
             self.writer.add_scalar(tag, value, t)
 
 
-def _check_directory(directory: Path) -> None:
-    """Create the directory and write a test file there; raise an OSError if that fails."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory) as file:
-            file.write(b"events")
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        message = f"TensorBoard cannot write here ({reason}); name another directory"
-        raise OSError(error.errno, message, str(directory)) from error
-
-
 # -- the numbers of a learner ------------------------------------------------------------------
 
 
 def parameters(learner: Learner, t: int) -> dict[str, float]:
-    """Every number that a learner has, by its name, and learning rates at episode t.
-
-    A second number of the same name gets the suffix _2, and so on.
-    """
+    """Every number that a learner has, by its name (with _2, ...), and rates at episode t."""
     found: dict[str, float] = {}
     counts: Counter[str] = Counter()
     for name, value in _numbers(learner, t):

@@ -108,12 +108,9 @@ class Contract:
         """Check that losses from a user's `draw` are finite, one for each mean."""
         if self.trusts_draws:
             return
-        what, shape = f"losses: {self.losses}.draw", tuple(feedback.states.shape)
-        losses = feedback.losses
-        found, expected = _kind(losses), f"{self.mdp.dtype} of shape {shape}"
-        check_that(
-            found == expected, f"{what} at episode {t}", f"{expected}, like its means", found
-        )
+        what, losses, where = f"losses: {self.losses}.draw", feedback.losses, f"at episode {t}"
+        found, shape = _kind(losses), f"{self.mdp.dtype} of shape {tuple(feedback.states.shape)}"
+        check_that(found == shape, f"{what} {where}", f"{shape}, like its means", found)
         wrong = (~losses.isfinite()).nonzero()
         if len(wrong):
             i, k = wrong[0].tolist()
@@ -159,11 +156,7 @@ def check_estimate(
 
 
 def check_policy(mdp: LayeredMDP, policy: Tensor) -> Tensor:
-    """Return the policy `(S, A)` if each row is a distribution over the actions of its state.
-
-    Raises:
-        ValueError: otherwise; it names the state, the action and the value.
-    """
+    """Return the policy `(S, A)`; a ValueError if a row is no distribution over actions."""
     check_tensor("policy", policy, mdp, (), "")
     refuse_policy(policy[None], mdp, lambda _: "policy: ")
     return policy

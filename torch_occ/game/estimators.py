@@ -131,11 +131,7 @@ class FullInformation(Estimator):
 
 
 def centred(estimator: Estimator | None) -> CentredEstimator:
-    """Return the estimator if its covariance is known in advance; None is `ImportanceWeighted`.
-
-    Raises:
-        TypeError: for any other estimator.
-    """
+    """Return the estimator; a TypeError if its covariance is not known in advance."""
     if estimator is None:
         return ImportanceWeighted()
     # An estimator with its own `__call__` has another covariance.

@@ -35,10 +35,7 @@ class Band(NamedTuple):
 
 
 def band(curves: Tensor) -> Band:
-    """Mean over the first dimension and Student's 95 % interval: `(N, C)` -> `(C,)` each.
-
-    For one seed the interval has width zero.
-    """
+    """Mean over seeds and Student's 95 % interval, `(N, C)` -> `(C,)`; of width 0 for one seed."""
     mean, n = curves.mean(0), len(curves)
     if n < 2:
         return Band(mean, mean, mean)
@@ -77,10 +74,7 @@ def short_number(x: float, digits: int = 4) -> str:
 
 
 def student(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t distribution.
-
-    From five degrees of freedom on it comes from an expansion that is correct to 0.2 %.
-    """
+    """The 97.5 % quantile of Student's t distribution, correct to 0.2 %."""
     if degrees < 5:
         return {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445}[degrees]
     z, n = 1.959964, degrees

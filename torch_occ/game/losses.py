@@ -247,10 +247,7 @@ def check_unit_interval(name: str, table: Tensor) -> Tensor:
 
 
 def mean_square(mean: Tensor, noise: Noise) -> Tensor:
-    """E[loss^2] of losses that `LossProcess.draw` draws with mean m.
-
-    It is m for Bernoulli, m^2 + min(m, 1-m)^2 / 3 for uniform, and m^2 without noise.
-    """
+    """E[loss^2] of losses that `LossProcess.draw` draws with this mean."""
     if noise == "bernoulli":
         return mean
     spread = torch.minimum(mean, 1 - mean).square() / 3 if noise == "uniform" else 0.0
@@ -258,10 +255,9 @@ def mean_square(mean: Tensor, noise: Noise) -> Tensor:
 
 
 def second_moments(mean: Tensor, square: Tensor) -> Tensor:
-    """E[loss_i loss_j] for all pairs i <= j, from E[loss] and E[loss^2] of each pair.
+    """E[loss_i loss_j] for i <= j, from E[loss] and E[loss^2], `(*batch, S * A, S * A)`.
 
-    Losses of different pairs are independent given their means. Pairs are flattened and i <= j, so
-    the matrix is upper triangular: `(*batch, S, A)` -> `(*batch, S * A, S * A)`.
+    Losses of different pairs are independent given their means.
     """
     flat = mean.flatten(-2)
     products = torch.triu(flat.unsqueeze(-1) * flat.unsqueeze(-2), 1)

@@ -189,11 +189,7 @@ class TorchPlayer:
             run.learner.observe(run.t, proposed, feedback)
 
     def ask(self, run: Simulation) -> tuple[Tensor, Tensor]:
-        """Set `run.q` to the learner's next q.
-
-        Returns what the learner proposed (q or a policy), and the policy that is played, both
-        `(N, S, A)`.
-        """
+        """Set `run.q`; return what the learner proposes, q or a policy, and the policy."""
         learner, n = run.learner, len(run.seeds)
         if not learner.proposes_policy:
             q = learner.propose(run.t)
@@ -215,10 +211,9 @@ class TorchPlayer:
         table: Tensor | None,
         numbers: Tensor,
     ) -> Feedback:
-        """Sample one trajectory per seed.
+        """Sample one trajectory per seed, with numbers for action, loss and next state.
 
-        In each layer, the three numbers of `(N, L, 3)` decide the action, the loss and the next
-        state. The last layer has no next state, so its third number decides the first state.
+        The last layer has no next state, so its third number decides the first state.
         """
         every = torch.arange(len(policy), device=policy.device)
         local = invert(self.first.expand(len(policy), -1), numbers[:, -1, 2])
@@ -240,12 +235,7 @@ class TorchPlayer:
 
 
 def choose_player(backend: Backend, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> Any:
-    """The player for a learner, with the attributes of `TorchPlayer`.
-
-    Raises:
-        ValueError: if the engine is required, by the backend or by the learner, but cannot play.
-    """
-
+    """The player, as `TorchPlayer`; a ValueError if the engine must play and cannot."""
     if learner.player is not None:
         return learner.player(check_backend(backend))
 
@@ -424,10 +414,9 @@ class Simulation:
             self.sums[name] = before + block if before.dim() > 2 else (before + block)[:, 0]
 
     def ask_for_second_moments(self) -> None:
-        """Sum E[loss_i loss_j] over all further episodes, in `sums["second_moment"]`.
+        """Sum E[loss_i loss_j] for i <= j over all further episodes, in `sums["second_moment"]`.
 
-        Its shape is `(N, S * A, S * A)`, and only the entries i <= j are filled. Callbacks call
-        this in `on_start`; otherwise nothing is computed.
+        Callbacks call this in `on_start`.
         """
         pairs = self.mdp.num_states * self.mdp.num_actions
         if "second_moment" not in self.sums:

@@ -205,10 +205,9 @@ def check_rows(
     used: Tensor | None = None,
     places: Sequence[Tensor] = (),
 ) -> None:
-    """Check that rows are distributions.
+    """Check that rows are distributions: entries `(*batch, *row, n)`, or those of sparse rows.
 
     Args:
-        entries: `(*batch, *row, n)`, or the entries of sparse rows.
         words: what the numbers of a row's index count; those before them are the batch.
         sums: the sum of each row, for sparse rows.
         used: which rows matter; all by default.

@@ -578,11 +578,7 @@ def layer_of(tensor: Tensor, num_actions: int) -> Layer:
 
 
 def _dirichlet(shape: tuple[int, ...], concentration: float, generator: torch.Generator) -> Tensor:
-    """Symmetric Dirichlet rows from an explicit generator.
-
-    They are computed in log space, so that small concentrations do not underflow:
-    Gamma(c) = Gamma(c + 1) * U^(1/c), where the first factor stays away from zero.
-    """
+    """Symmetric Dirichlet rows, in logarithms: Gamma(c) = Gamma(c + 1) * U^(1/c) may underflow."""
     shape_plus_one = torch.full(shape, concentration + 1.0, dtype=torch.float64)
     log_gamma = standard_gamma(shape_plus_one, generator).log()
     uniform = torch.rand(shape, dtype=torch.float64, generator=generator).clamp(min=2.0**-60)

@@ -56,14 +56,11 @@ class DenseLayer:
         return self.probabilities.shape[:-3]
 
     @property
-    def tensor(self) -> Tensor:
-        """The transitions in the form in which the user gave them."""
-        return self.probabilities
-
-    @property
     def dense(self) -> Tensor:
         """The table `(*batch, S, A, S')`."""
         return self.probabilities
+
+    tensor = dense  # the transitions in the form in which the user gave them
 
     def arrive(self, x: Tensor, in_order: bool = False) -> Tensor:
         """P'x: `(*batch, S, A)` -> `(*batch, S')`."""
@@ -301,10 +298,7 @@ def _multiply(
 
 
 def invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
-    """Sample an index from cumulative, unnormalized probabilities by inversion.
-
-    `(N, K)` probabilities and `(N,)` uniform numbers give `(N,)` indices.
-    """
+    """Sample indices `(N,)` from cumulative, unnormalized probabilities `(N, K)` by inversion."""
     # Keep the product below the total, so that an entry of probability zero is never drawn.
     target = uniform.clamp(max=1 - 4 * torch.finfo(uniform.dtype).eps) * cumulative[..., -1]
     return (cumulative <= target.unsqueeze(-1)).sum(-1)

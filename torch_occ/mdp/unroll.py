@@ -32,10 +32,7 @@ DENSE_ENTRIES = 1 << 22
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The transitions of a finite MDP as a list of outcomes.
-
-    Outcomes with the same state, action and next state add up.
-    """
+    """The transitions of a finite MDP as a list of outcomes; equal ones add up."""
 
     state: Tensor  # (n,)
     action: Tensor  # (n,)
@@ -64,10 +61,7 @@ class Outcomes:
 def finish(
     outcomes: Outcomes, terminal: tuple[int, ...], actions: Tensor | None = None
 ) -> Outcomes:
-    """Check outcomes, and let terminal states end the episode.
-
-    Rows of terminal states and of pairs outside `actions` are left out.
-    """
+    """Check outcomes, without pairs outside `actions`; terminal states end the episode."""
     shape, device = tuple(outcomes.actions.shape), outcomes.actions.device
     for state in terminal:
         if not 0 <= state < shape[0]:
@@ -126,10 +120,7 @@ def outcomes_of(transition: Any) -> Outcomes:
 def unroll(
     outcomes: Outcomes, horizon: int, initial: Table | int, *, sparse: bool | None = None
 ) -> dict[str, Any]:
-    """The arguments of `LayeredMDP` for `horizon` steps of a finite MDP.
-
-    `sparse` says how to store it; by default its size decides.
-    """
+    """The arguments of `LayeredMDP` for `horizon` steps; None lets the size decide on `sparse`."""
     whole = isinstance(horizon, Integral)
     check_that(whole, "horizon", "a whole number", repr(horizon), TypeError)
     check_that(horizon >= 1, "horizon", "at least 1", horizon)

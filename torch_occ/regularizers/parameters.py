@@ -232,7 +232,6 @@ class Parametrized(nn.Module):
         """Return the parameters with a batch or a place, in shapes that broadcast.
 
         They broadcast against `(*batch, S, A)`, or against `(*batch, S)` for one event dimension.
-        Parameters that declare event dimensions have them already.
         """
         return {
             path: fit(spread_batch(p) if place is None else place.spread(p), event_dims)

@@ -238,14 +238,6 @@ SMALL_NOISE = 1 / 3
 MOST_BYTES = 4 * 10**9
 
 
-class Estimates(NamedTuple):
-    """The loss estimates at K nodes."""
-
-    mean: Tensor  # (K, *batch, S, A), of the losses
-    noise: Noise
-    baseline: Tensor  # (K, *batch, S, A)
-
-
 class Forecast(NamedTuple):
     """Predicted pseudo-regret at C episodes; NaN if a step could not be certified."""
 
@@ -331,13 +323,15 @@ def forecast(
 
     linear = Linearization(step, q, t)
     baseline = torch.where(mdp.actions, estimate.baseline(q, t), 0.0)
-    given = Estimates(mean[grid.phase], phases.noise, baseline)
-    curves = (drift, grid.sums(-0.5 * _noise(mdp, linear, grid, given)))
+    bend = _noise(linear, grid, mean[grid.phase], phases.noise, baseline)
+    curves = (drift, grid.sums(-0.5 * bend))
     drift, noise = (torch.where(certified, curve, torch.nan).movedim(0, -1) for curve in curves)
     return Forecast(grid.ends, drift, noise, certified)
 
 
-def _noise(mdp: LayeredMDP, linear: Linearization, grid: Quadrature, given: Estimates) -> Tensor:
+def _noise(
+    linear: Linearization, grid: Quadrature, mean: Tensor, noise: Noise, baseline: Tensor
+) -> Tensor:
     """D3psi[Pi m](Pi C Pi) at every node, `(K, *batch)`, by matrices."""
     q = linear.q
     nodes, pairs = q.shape[:-2].numel(), q.shape[-2:].numel()
@@ -348,20 +342,22 @@ def _noise(mdp: LayeredMDP, linear: Linearization, grid: Quadrature, given: Esti
             f"{nodes:,} nodes; use occ.leap"
         )
     Pi = linear.dense()  # (K, *batch, S * A, S * A)
-    flat = given.mean.flatten(-2)
-    C = grid.sums_before(second_moment(mdp, q, given) - outer(flat - given.baseline.flatten(-2)))
+    flat, visited = mean.flatten(-2), second_moment(linear.mdp, q, mean, noise, baseline)
+    C = grid.sums_before(visited - outer(flat - baseline.flatten(-2)))
     u = (Pi @ flat.unsqueeze(-1)).squeeze(-1).unflatten(-1, q.shape[-2:])
     return linear.bend(u, Pi @ C @ Pi)
 
 
-def second_moment(mdp: LayeredMDP, q: Tensor, given: Estimates) -> Tensor:
+def second_moment(
+    mdp: LayeredMDP, q: Tensor, mean: Tensor, noise: Noise, baseline: Tensor
+) -> Tensor:
     """E[x x'] of one episode, `(*batch, S * A, S * A)`, with x = (loss - b) / q where visited.
 
     x is the loss estimate minus b. With m = mean - b, the entry of pairs i before j is
     m_i m_j P(i and j are visited) / (q_i q_j) = m_i m_j P(s_j is visited | i) / q(s_j). The
     diagonal is E[(loss_i - b_i)^2] / q_i. Two pairs of one layer are never both visited.
     """
-    (mean, noise, baseline), exists = given, mdp.actions
+    exists = mdp.actions
     reached = reachability(mdp, policy_of(mdp, q))
     ahead = mdp.joint_transitions @ reached.unsqueeze(-3)  # (*batch, S, A, S)
     later = (ahead / q.sum(-1)[..., None, None, :]).flatten(-3, -2)  # (*batch, S * A, S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch_occ._support.choices import later, progress_bar, summary_writer, want
 from torch_occ._support.files import Kept, State, copied
 from torch_occ._support.fingerprints import fingerprints
 from torch_occ._support.processes import stoppable
+from torch_occ.game.callbacks import Callback, tell
 from torch_occ.game.estimators import ReducedVariance
 from torch_occ.game.learners import FTRL, Learner
 from torch_occ.game.shifted import ShiftedFTRL
@@ -144,24 +144,13 @@ def _default_bounds(domain: constraints.Constraint) -> tuple[float, float]:
     return (-HIGHEST, HIGHEST) if domain is constraints.real else (LOWEST, HIGHEST)
 
 
-class TuningBoard:
-    """Writes `meta/*` for TensorBoard; if that fails, the tuning continues without it."""
+class TuningBoard(Callback):
+    """Writes `meta/*` for TensorBoard."""
 
     def __init__(self, directory: str | Path, tuner: Tuner) -> None:
         self.writer: Any = summary_writer(directory, purge_step=len(tuner.values))
 
-    def write(self, tuner: Tuner, last: bool = False) -> None:
-        """Log the last step, or the result; then close the file."""
-        try:
-            if self.writer is not None:
-                (self._close if last else self._write)(tuner)
-        except OSError as error:
-            self.writer = None
-            lost = "the result is not in TensorBoard"
-            otherwise = lost if last else "the tuning goes on without TensorBoard"
-            warnings.warn(f"directory: {error}; {otherwise}", stacklevel=3)
-
-    def _write(self, tuner: Tuner) -> None:
+    def on_checkpoint(self, tuner: Any) -> None:
         step, best = len(tuner.values) - 1, int(tuner.best_values.argmin())
         values: dict[str, Any] = {
             "objective": tuner.values[-1][best],
@@ -182,7 +171,7 @@ class TuningBoard:
         for tag, value in values.items():
             self.writer.add_scalar(f"meta/{tag}", float(value), step)
 
-    def _close(self, tuner: Tuner) -> None:
+    def on_end(self, tuner: Any, result: Any) -> None:
         if bool(tuner.best_values.isfinite().any()):
             text = f"```\n{tuner.result()}\n```"
             self.writer.add_text("meta/result", text, len(tuner.values) - 1)
@@ -303,7 +292,7 @@ def tune(
         own = fingerprints(objective=objective, regularizer=regularizer, options=options)
         kept = Kept(save_to, "tuning", own)
         kept.begin(tuner, resume)
-    board = TuningBoard(directory, tuner) if directory is not None else None
+    watching: list[Callback] = [] if directory is None else [TuningBoard(directory, tuner)]
     bar = None
     if wants_bar(progress):
         bar = progress_bar(steps + 1, len(tuner.values), "step", "tuning")
@@ -316,16 +305,14 @@ def tune(
         with stoppable(kept, stopped):
             while len(tuner.values) <= steps:
                 tuner.advance()
-                if board:
-                    board.write(tuner)
+                tell(watching, "on_checkpoint", tuner)
                 if bar is not None:
                     bar.set_postfix_str(f"best {tuner.best_values.min():.4g}")
                     bar.update(1)
                 if kept is not None:
                     kept.keep(tuner.state())
     finally:
-        if board:
-            board.write(tuner, last=True)
+        tell(watching, "on_end", tuner, None)
         if bar is not None:
             bar.close()
     return tuner.result()
