@@ -109,7 +109,7 @@ def test_images_text_layout_and_hparams(tmp_path):
     assert figure.step == EPISODES
     assert Image.open(io.BytesIO(figure.encoded_image_string)).size == (figure.width, figure.height)
     (text,) = found.Tensors("configuration/text_summary")
-    table = text.tensor_proto.string_val[0].decode()
+    table = " ".join(text.tensor_proto.string_val[0].decode().split())
     assert "HybridTsallis(alpha=0.707107) / InverseSqrt(gamma=1) + LogBarrier(beta=1)" in table
     assert "| config: note | `a\\|b` |" in table
     assert '`{"x": [1]}`' in table
