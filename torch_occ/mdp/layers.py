@@ -21,11 +21,12 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_occ._support.private import has_tangent, inside_transform
+from torch_occ._support.private import has_tangent, inside_transform, versions_of
 from torch_occ.mdp.checks import broadcast, check_rows
 
 #: The largest number of products in memory, unless one batch element has more.
@@ -152,8 +153,9 @@ class Pattern:
 class SparseLayer:
     """The probabilities `(*batch, nnz)` of a pattern; given as a sparse tensor `(S * A, S')`.
 
-    A batch of plain numbers is multiplied with P and P' in compressed rows, by torch's sparse
-    library. Everything else uses gathers and scatters, which torch can differentiate.
+    Plain numbers are multiplied with P and P' in compressed rows, by torch's sparse library.
+    Derivatives, transforms and batches of probabilities use gathers and scatters instead, which
+    torch can differentiate.
     """
 
     pattern: Pattern
@@ -194,9 +196,7 @@ class SparseLayer:
     def arrive(self, x: Tensor, in_order: bool = False) -> Tensor:
         x, of = x.flatten(-2), self.pattern
         if not in_order and self._plain(x):
-            order, pair, starts = of.by_next
-            values = self.probabilities.flatten()[order]
-            return _multiply(starts, pair, values, of.shape[::-1], x)
+            return _multiply(self._into, x)
         return self._scatter(x, of.pair, of.next, of.shape[1], in_order)
 
     def arrive_logs(self, x: Tensor) -> Tensor:
@@ -213,8 +213,7 @@ class SparseLayer:
     def ahead(self, v: Tensor, in_order: bool = False) -> Tensor:
         of = self.pattern
         if not in_order and self._plain(v):
-            found = _multiply(of.starts, of.next, self.probabilities, of.shape, v)
-            return found.unflatten(-1, self.sizes[:2])
+            return _multiply(self._out_of, v).unflatten(-1, self.sizes[:2])
         found = self._scatter(v, of.next, of.pair, of.shape[0], in_order)
         return found.unflatten(-1, self.sizes[:2])
 
@@ -229,11 +228,37 @@ class SparseLayer:
         return seen.new_zeros(*seen.shape[:-1], size).index_add(-1, target, seen)
 
     def _plain(self, x: Tensor) -> bool:
-        """Whether compressed rows serve: one MDP, a batch, no derivative and no transform."""
+        """Whether compressed rows serve: one MDP, no derivative and no transform.
+
+        They are forgotten if the probabilities were changed in place since.
+        """
         p = self.probabilities
         recorded = torch.is_grad_enabled() and (x.requires_grad or p.requires_grad)
         moving = recorded or inside_transform() or has_tangent(x) or has_tangent(p)
-        return not moving and p.numel() == p.shape[-1] and p.dim() <= x.dim() > 1
+        if moving or p.numel() != p.shape[-1] or p.dim() > x.dim():
+            return False
+        versions, own = versions_of([p]), self.__dict__
+        if own.setdefault("_versions", versions) != versions:
+            own.pop("_out_of", None), own.pop("_into", None)
+            own["_versions"] = versions
+        return True
+
+    @cached_property
+    def _out_of(self) -> Tensor:
+        """P in compressed rows."""
+        of = self.pattern
+        return _compressed(of.starts, of.next, self.probabilities, of.shape)
+
+    @cached_property
+    def _into(self) -> Tensor:
+        """P' in compressed rows."""
+        order, pair, starts = self.pattern.by_next
+        values = self.probabilities.flatten()[order]
+        return _compressed(starts, pair, values, self.pattern.shape[::-1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without caches, because torch cannot copy compressed tensors."""
+        return {"pattern": self.pattern, "probabilities": self.probabilities}
 
     def draw(self, state: Tensor, action: Tensor, uniform: Tensor) -> Tensor:
         pair = state * self.sizes[1] + action
@@ -285,16 +310,20 @@ def _starts(sorted_rows: Tensor, num_rows: int) -> Tensor:
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _multiply(
-    starts: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int], x: Tensor
-) -> Tensor:
-    """Multiply a matrix in compressed rows, `(n, m)`, with every vector of `(*batch, m)`."""
+def _compressed(starts: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
-        matrix = torch.sparse_csr_tensor(
+        return torch.sparse_csr_tensor(
             starts, columns, values.detach().flatten(), shape, check_invariants=False
         )
-    return (matrix @ x.detach().flatten(0, -2).mT).mT.unflatten(0, x.shape[:-1])
+
+
+def _multiply(matrix: Tensor, x: Tensor) -> Tensor:
+    """Multiply a matrix `(n, m)` with every vector of `(*batch, m)`."""
+    x = x.detach()
+    if x.numel() == x.shape[-1]:
+        return (matrix @ x.flatten()).view(*x.shape[:-1], matrix.shape[0])
+    return (matrix @ x.flatten(0, -2).mT).mT.unflatten(0, x.shape[:-1])
 
 
 def invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
