@@ -71,7 +71,7 @@ ESTIMATORS = [
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_drift_and_noise_equal_plain_sums_over_every_episode(estimator):
+def test_drift_and_stability_equal_plain_sums_over_every_episode(estimator):
     mdp, mean = random_problem(0, (2, 2, 2))
     psi = occ.jin_luo(mdp, beta=1.0, gamma=0.7)
     episodes = 400
@@ -92,8 +92,11 @@ def test_drift_and_noise_equal_plain_sums_over_every_episode(estimator):
         second_moment(mdp, q, mean, "bernoulli", baseline)
         - (flat - b)[:, :, None] * (flat - b)[:, None]
     )
+    Pi, second = linear.dense(), increments + flat[:, None] * flat
     # quadrature does not see at which episode a baseline sets in
-    smooth, Pi = estimator is not ESTIMATORS[2], linear.dense()
+    smooth = estimator is not ESTIMATORS[2]
+    square = 0.5 * (Pi * second).sum((-2, -1)).cumsum(0)[found.episodes - 1]
+    assert torch.allclose(found.stability, square, rtol=1e-4 if smooth else 0.03)
     C = increments.cumsum(0) - increments
     u = (Pi @ flat).unflatten(-1, mean.shape)
     noise = (-0.5 * linear.bend(u, Pi @ C @ Pi)).cumsum(0)

@@ -223,6 +223,10 @@ def _first_mean(mdp: LayeredMDP, losses: LossProcess, start: int) -> Tensor:
 # one episode. Everything is smooth on the scale of t, so few values of t are enough. All of them
 # are solved as one batch.
 #
+# Summed by parts over t, the noise is the stability term of the FTRL analysis, 1/2 sum_t
+# E |loss_estimate_t|^2 in the norm of Pi_t, minus the fluctuations that are left at the end and
+# those that the growth of psi_t removes. `stability` is that term.
+#
 # The expansion is in the relative fluctuations of q. It fails where a single visit changes q many
 # times over; `noise_share` shows this, and leaping works there. With a baseline b, a visit without
 # loss may do so even where the noise is small: it lowers the estimate by b / q, and with a
@@ -244,6 +248,7 @@ class Forecast(NamedTuple):
     episodes: Tensor  # (C,)
     drift: Tensor  # (*batch, C), the regret of the mean path
     noise: Tensor  # (*batch, C), the contribution of fluctuations of the loss estimates
+    stability: Tensor  # (*batch, C), 1/2 sum_t E |loss_estimate_t|^2_{Pi_t}, for comparison
     certified: Tensor  # (*batch,), whether every step on the path was certified
 
     @property
@@ -293,7 +298,7 @@ def forecast(
         per_decade: panels of three solves per tenfold of episodes.
 
     Returns:
-        The curves of drift and noise.
+        The curves of drift, noise and stability.
 
     Raises:
         ValueError: if `episodes` is out of range, a loss is not in [0, 1], the losses have too many
@@ -323,16 +328,16 @@ def forecast(
 
     linear = Linearization(step, q, t)
     baseline = torch.where(mdp.actions, estimate.baseline(q, t), 0.0)
-    bend = _noise(linear, grid, mean[grid.phase], phases.noise, baseline)
-    curves = (drift, grid.sums(-0.5 * bend))
-    drift, noise = (torch.where(certified, curve, torch.nan).movedim(0, -1) for curve in curves)
-    return Forecast(grid.ends, drift, noise, certified)
+    bend, square = _noise(linear, grid, mean[grid.phase], phases.noise, baseline)
+    curves = (drift, grid.sums(-0.5 * bend), grid.sums(0.5 * square))
+    found = (torch.where(certified, curve, torch.nan).movedim(0, -1) for curve in curves)
+    return Forecast(grid.ends, *found, certified)
 
 
 def _noise(
     linear: Linearization, grid: Quadrature, mean: Tensor, noise: Noise, baseline: Tensor
-) -> Tensor:
-    """D3psi[Pi m](Pi C Pi) at every node, `(K, *batch)`, by matrices."""
+) -> tuple[Tensor, Tensor]:
+    """D3psi[Pi m](Pi C Pi) and E |loss_estimate|^2_Pi at every node, `(K, *batch)`, by matrices."""
     q = linear.q
     nodes, pairs = q.shape[:-2].numel(), q.shape[-2:].numel()
     size = nodes * pairs**2 * q.element_size()
@@ -343,9 +348,11 @@ def _noise(
         )
     Pi = linear.dense()  # (K, *batch, S * A, S * A)
     flat, visited = mean.flatten(-2), second_moment(linear.mdp, q, mean, noise, baseline)
-    C = grid.sums_before(visited - outer(flat - baseline.flatten(-2)))
+    b = baseline.flatten(-2)
+    C = grid.sums_before(visited - outer(flat - b))
     u = (Pi @ flat.unsqueeze(-1)).squeeze(-1).unflatten(-1, q.shape[-2:])
-    return linear.bend(u, Pi @ C @ Pi)
+    mixed = (b.unsqueeze(-2) @ Pi @ (2 * flat - b).unsqueeze(-1))[..., 0, 0]
+    return linear.bend(u, Pi @ C @ Pi), (Pi * visited).sum((-2, -1)) + mixed
 
 
 def second_moment(
