@@ -330,8 +330,10 @@ def forecast(
     baseline = torch.where(mdp.actions, estimate.baseline(q, t), 0.0)
     bend, square = _noise(linear, grid, mean[grid.phase], phases.noise, baseline)
     curves = (drift, grid.sums(-0.5 * bend), grid.sums(0.5 * square))
-    found = (torch.where(certified, curve, torch.nan).movedim(0, -1) for curve in curves)
-    return Forecast(grid.ends, *found, certified)
+    drift, noise, stability = (
+        torch.where(certified, curve, torch.nan).movedim(0, -1) for curve in curves
+    )
+    return Forecast(grid.ends, drift, noise, stability, certified)
 
 
 def _noise(
