@@ -10,7 +10,6 @@ import torch
 from zoo import PROBLEMS, Kept, random_loss
 
 import torch_occ as occ
-from torch_occ.game.checks import uncertified_is_handled
 from torch_occ.game.losses import Stationary
 from torch_occ.mdp.occupancy import interior_point, occupancy
 
@@ -30,16 +29,6 @@ class Proposes(occ.Learner):
 
     def propose(self, t):
         return Q[None] if t < 4 else self.bad
-
-
-def test_mass_on_an_action_that_does_not_exist_is_refused():
-    """In the last layer, no flow shows it."""
-    half = torch.full((1, 2), 0.5, dtype=torch.float64)
-    rows = torch.eye(2, 1, dtype=torch.float64)[None]
-    mdp = occ.LayeredMDP([rows], actions=torch.tensor([[True, False]]))
-    learner = type("Half", (occ.Learner,), {"propose": lambda self, t: half[None]})(mdp)
-    with pytest.raises(ValueError, match=r"action 1 is 0\.5; the state has no such action"):
-        occ.simulate(mdp, learner, occ.BernoulliLosses(half), 2)
 
 
 def test_a_q_of_moderate_accuracy_is_taken():
@@ -155,12 +144,6 @@ def test_a_regularizer_that_is_not_convex_is_warned_of_and_an_error_if_asked_for
         warnings.simplefilter("error", occ.game.UncertifiedWarning)
         with pytest.raises(occ.game.UncertifiedWarning, match="episode 1"):
             occ.simulate(MDP, occ.FTRL(MDP, Concave()), LOSSES, 20)
-
-
-def test_who_handles_it_is_not_warned():
-    with uncertified_is_handled():
-        history = occ.simulate(MDP, occ.FTRL(MDP, Concave()), LOSSES, 2)
-    assert int(history.uncertified[0, -1]) == 2
 
 
 # -- the caller's learner ----------------------------------------------------------------------
