@@ -43,7 +43,7 @@ from torch_occ.mdp.occupancy import (
 )
 from torch_occ.regularizers.derivatives import Derivatives
 from torch_occ.regularizers.terms import change, keep
-from torch_occ.step.solution import Options, Solution, Status, over
+from torch_occ.step.solution import Options, Solution, Status, merge, over
 from torch_occ.step.system import factorize, is_convex
 
 
@@ -277,7 +277,7 @@ def newton(
     The loss `(*batch, S, A)` has the full batch shape, and `derive` is q -> gradient and Hessian of
     psi_t. The start is the occupancy of an interior policy.
     """
-    solution, rounding = _descend(flow, derive, shape_loss(flow.mdp, loss), start, options)
+    solution, rounding, base = _descend(flow, derive, shape_loss(flow.mdp, loss), start, options)
     ended = (solution.status == Status.STALLED) | solution.converged
     again = ended & (rounding > options.tolerance_in(loss.dtype) * _COARSE)
     for count in range(1 + _REFINEMENTS):
@@ -287,11 +287,12 @@ def newton(
         # Sums of losses along an episode have too few digits for the certificate. Compute them
         # again without rounding errors, and then relative to the multipliers found.
         mdp = flow.mdp
-        shaped = recenter(mdp, loss, solution.value) if count else shape_finely(mdp, loss)
-        found, _ = _descend(flow, derive, shaped, solution.q, options)
+        shaped = recenter(mdp, loss, base) if count else shape_finely(mdp, loss)
+        found, _, more = _descend(flow, derive, shaped, solution.q, options)
         found.certificate[..., 1] += solution.certificate[..., 1]  # steps
         better = found.dual_residual < solution.dual_residual
-        solution = solution.merge(found, again & better if count else again)
+        better = again & better if count else again
+        solution, (base,) = solution.merge(found, better), merge(better, [more], [base])
     return solution
 
 
@@ -301,8 +302,11 @@ def _descend(
     shaped: Shaped,
     start: Tensor,
     options: Options,
-) -> tuple[Solution, Tensor]:
-    """Minimize for a shaped loss; also return the error of q from rounding there, `(*batch,)`."""
+) -> tuple[Solution, Tensor, Tensor]:
+    """Minimize for a shaped loss; also return the error of q from rounding there, `(*batch,)`.
+
+    The third result is v without what belongs to slopes in 1 - q, `(*batch, S)`.
+    """
     mdp, dtype = flow.mdp, shaped.gaps.dtype
     eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).tiny / torch.finfo(dtype).eps
     source, nothing = flow_source(mdp), torch.zeros_like(shaped.value)
@@ -397,8 +401,8 @@ def _descend(
     decrement = decrement.clamp(min=0).sqrt()
     numbers = (status.to(q), steps.to(q), decrement, flow_error, dual_residual)
     certificate = torch.stack(numbers, -1)
-    value = value + shaped.value + potential(mdp, shaped.constants) + potential(mdp, left_out)
-    return Solution(q, value, certificate), rounding
+    base = value + shaped.value + potential(mdp, shaped.constants)
+    return Solution(q, base + potential(mdp, left_out), certificate), rounding, base
 
 
 #: Rounding errors of the shaping below this fraction of the tolerance are ignored. Above it, the
