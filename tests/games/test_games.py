@@ -186,18 +186,22 @@ def test_optimistic_last_iterates_converge_to_the_value_of_kuhn(kuhn):
     assert value == pytest.approx(-1 / 18, abs=1e-3)
 
 
+def lopsided():
+    """Player 1 may not move at all, and player 0 moves once or twice, or never."""
+    late = Decision(
+        0, "late", {"x": End(0.3), "y": Decision(1, "b", {"u": End(1.0), "v": End(0.0)})}
+    )
+    early = Decision(0, "early", {"stop": End(0.4), "go": late})
+    return occ.ExtensiveGame(Chance([(0.7, early), (0.3, End(-1.0, 2.0))]))
+
+
 class Twin(occ.FTRL):
     """Has no compiled form, so torch plays it."""
 
 
 @pytest.mark.parametrize("make", [entropic, lambda plex: occ.FTRL.tsallis(plex.mdp)])
 def test_torch_draws_the_same_ends(make):
-    """In the third game player 1 may not move at all, and player 0 moves once or twice."""
-    late = Decision(
-        0, "late", {"x": End(0.3), "y": Decision(1, "b", {"u": End(1.0), "v": End(0.0)})}
-    )
-    early = Decision(0, "early", {"stop": End(0.4), "go": late})
-    game = occ.ExtensiveGame(Chance([(0.7, early), (0.3, End(-1.0, 2.0))]))
+    game = lopsided()
 
     def same(plex):
         found = make(plex)
@@ -379,6 +383,19 @@ def test_equilibria_of_leduc(leduc, name, tau):
         scores = -leduc.loss(0, found.qs[1])[last] / rate[last, None]
         scores = torch.where(plex.mdp.actions[last], scores, -torch.inf)
         torch.testing.assert_close(logs[last], scores.log_softmax(-1), atol=1e-6, rtol=1e-9)
+
+
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+def test_ends_need_no_barrier(backend):
+    """A weight of 0 there, where there is one action; the limit of small weights."""
+    plex, found = lopsided().treeplex(0), []
+    loss = torch.tensor([[0.3, -1.0], [0.0, 0.0], [2.0, 5.0]], dtype=torch.float64)
+    loss = (loss * plex.mdp.actions).requires_grad_()
+    for least in (1e-9, 0.0):
+        psi = occ.LogBarrier(occ.PerState(plex.mdp, torch.where(plex.is_end, least, 1.0).double()))
+        found.append(occ.FTRLStep(plex.mdp, psi, backend=backend))
+    torch.testing.assert_close(found[1](loss, 1.0), found[0](loss, 1.0), atol=1e-8, rtol=0)
+    assert torch.autograd.gradcheck(lambda x: found[1](x, 1.0), loss)
 
 
 def test_equilibria_refuse(kuhn):
