@@ -352,29 +352,6 @@ def test_a_learner_that_cannot_be_copied_is_named():
         occ.simulate(MDP, learner, LOSSES, 3)
 
 
-PARAMETERS = {
-    "alpha": "HybridTsallis: alpha",
-    "gamma": "InverseSqrt: gamma",
-    "beta": "LogBarrier: beta",
-}
-
-
-@pytest.mark.parametrize("value", [-5.0, NAN])
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_parameters_are_validated_in_the_same_words_by_both_backends(name, value):
-    learner = occ.FTRL(MDP, occ.jin_luo(MDP))
-    with torch.no_grad():
-        next(p for path, p in learner.step.named_parameters() if path.endswith(name)).fill_(value)
-    words = set()
-    for backend in ("torch", "engine"):
-        with pytest.raises(
-            ValueError, match=f"{PARAMETERS[name]} must satisfy .*, got {value}"
-        ) as caught:
-            occ.simulate(MDP, learner, LOSSES, 3, backend=backend)
-        words.add(str(caught.value))
-    assert len(words) == 1
-
-
 class Spoils(occ.Callback):
     def on_checkpoint(self, run):
         with torch.no_grad():

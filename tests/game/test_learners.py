@@ -67,13 +67,6 @@ def test_o_reps_where_there_is_nothing_to_choose():
     assert torch.equal(learner.propose(1), torch.ones(1, 2, 1, dtype=torch.float64))
 
 
-def test_a_bad_floor_is_named():
-    with pytest.raises(ValueError, match="floor"):
-        occ.OptimisticValueIteration(MDP, floor=0.5)
-    with pytest.raises(ValueError, match="more than one layer"):
-        occ.OptimisticValueIteration(MDP, floor=-math.inf)
-
-
 def test_a_learner_with_budgets_meets_them_in_every_episode():
     mdp = occ.LayeredMDP.random(2, 2, 3, seed=0)
     mean = random_loss(mdp, seed=1)
