@@ -23,20 +23,6 @@ def test_numbers_of_numpy_and_torch_are_welcome():
     assert int(history.episodes[-1]) == 5
 
 
-def centred(baseline):
-    return type(
-        "Centred", (occ.game.CentredEstimator,), {"baseline": lambda self, q, t: baseline}
-    )()
-
-
-@pytest.mark.parametrize("baseline", [0.5, torch.zeros(4, 2, dtype=torch.float64)])
-def test_a_baseline_has_the_shape_of_q(baseline):
-    learner = occ.FTRL(MDP, occ.jin_luo(MDP), centred(baseline))
-    message = r"Centred.baseline at episode 1: expected a tensor that broadcasts to \(1, 3, 2\)"
-    with pytest.raises(ValueError, match=message):
-        occ.simulate(MDP, learner, LOSSES, 5)
-
-
 def test_more_seeds_than_memory_are_refused_with_a_way_out():
     with pytest.raises(MemoryError, match=r"need .* GB of random numbers.*play fewer seeds"):
         check_memory(10**10, 9)

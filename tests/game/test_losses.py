@@ -96,6 +96,8 @@ def test_stochastically_constrained_gaps_never_move(swing):
     torch.testing.assert_close(
         optimal_policy(MDP, means[:, 0]).gaps, gaps.expand(400, -1, -1), rtol=0, atol=1e-14
     )
+    level = means[0, 0] - process.gap_table  # of every other layer
+    torch.testing.assert_close(level, swing * (MDP.layer % 2)[:, None].expand_as(level).double())
     changes = (means[1:, 0] != means[:-1, 0]).any(-1).any(
         -1
     ).nonzero().flatten() + 1  # phases of 1, 2, 3, 4, 6, 8, ... episodes
@@ -116,6 +118,7 @@ def test_corruption_is_what_the_means_say(base, strategy, budget):
     spent = spent_on(MDP, means, play(PROCESSES[base](), 500, (0, 4))[0])
     torch.testing.assert_close(state["corruption"], spent.sum(0), rtol=1e-9, atol=1e-9)
     assert bool((state["corruption"] <= budget * (1 + 1e-12)).all())
+    assert bool(((means >= 0) & (means <= 1)).all())
     if budget in (1.3, 40.0):
         torch.testing.assert_close(spent.sum(0), tensor([budget, budget]), rtol=1e-9, atol=0)
         if strategy == "uniform":

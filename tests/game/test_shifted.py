@@ -30,6 +30,7 @@ def test_the_shift_is_that_of_the_formula():
         ("hard", 10.0, 1.0),
         ("hard", 7.0, 0.0),
         ("smooth", 10.0, 1 - 30 / 40),
+        ("smooth", 5.0, 0.0),
         ("frozen", 10.0, 1.0),
     ):
         learner = shifted_bandit(*seen, ledger=ledger, budget=budget)

@@ -22,15 +22,11 @@ def step(request):
     return made
 
 
-def extended(terms):
-    terms += [occ.LogBarrier()]
-
-
 TERMS = {  # changes of the list of terms
     "a term": lambda terms: terms.__setitem__(1, occ.LogBarrier(3.0)),
     "one more": lambda terms: terms.append(occ.LogBarrier()),
     "several more": lambda terms: terms.extend([occ.LogBarrier()]),
-    "one more by +=": extended,
+    "one more by +=": lambda terms: terms.__iadd__([occ.LogBarrier()]),
     "one more in front": lambda terms: terms.insert(0, occ.LogBarrier()),
     "one less": lambda terms: terms.__delitem__(1),
     "the last": lambda terms: terms.pop(1),

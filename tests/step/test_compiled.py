@@ -118,7 +118,3 @@ def test_who_solves():
     single = occ.FTRLStep(MDP, occ.jin_luo(MDP)).to(torch.float32)
     assert solve(single, single.mdp) == "torch"
     assert solve(single.to(torch.float64), single.mdp) == "engine"
-    with pytest.raises(ValueError, match="backend: Custom is not a table"):
-        occ.FTRLStep(MDP, Custom(), backend="engine")
-    with pytest.raises(ValueError, match="backend: expected auto, torch or engine"):
-        occ.FTRLStep(MDP, Custom(), backend="gpu")
