@@ -250,7 +250,7 @@ def test_bandit_estimates_are_unbiased(make):
         torch.testing.assert_close(found, seen.loss(i, middle[1 - i]), atol=0.03, rtol=0)
 
 
-LEARNERS = {kind: 0.1 for kind in (ixomd, balanced_ftrl, adaptive_ftrl)}
+LEARNERS = dict.fromkeys((ixomd, balanced_ftrl, adaptive_ftrl), 0.1)
 LEARNERS[lambda plex, *_: occ.ShiftedFTRL(plex.mdp)] = 0.03
 
 
