@@ -60,10 +60,6 @@ def test_bounds_are_kept_and_reported():
     assert found.parameters["terms.1.beta"] == pytest.approx(5.0)
     assert found.at_bounds == ("terms.1.beta",)
     assert "(at its bound)" in str(found)
-    with pytest.raises(ValueError, match=r"beta is 20, outside its bounds \(0.1, 1.0\)"):
-        occ.tune(bowl, psi_of(), bounds={"beta": (0.1, 1.0)})
-    with pytest.raises(ValueError, match=r"bounds: terms\.1\.beta must satisfy"):
-        occ.tune(bowl, psi_of(), bounds={"beta": (0.0, 100.0)})
 
 
 def broken_beyond(limit):
@@ -204,24 +200,6 @@ def test_the_estimator_of_an_objective_is_what_is_forecast():
         forecast = objective(psi).regrets["stochastic"]
         assert float(forecast) == float(occ.forecast(mdp, psi, mean, 300, estimator=own).final)
         assert float(forecast) < float(occ.forecast(mdp, psi, mean, 300).final)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"worlds": []}, "worlds: expected at least one"),
-        ({"floor": 0.0}, "robustness, floor: expected positive numbers, got 4.0 and 0.0"),
-        (
-            {"reference": occ.Tsallis(0.99) / occ.Constant(1e160)},  # underflows
-            r"reference: its forecast regret in 'stochastic' is nan; it has no certificate",
-        ),
-    ],
-)
-def test_bad_objectives_are_named(options, message):
-    mdp, mean = random_problem(0, (2, 2, 2))
-    given = {"worlds": [World("stochastic", mdp, mean)], "episodes": 100}
-    with pytest.raises(ValueError, match=message):
-        ForecastObjective(**(given | options))
 
 
 def test_noise_beyond_what_is_trusted_costs_its_square():
