@@ -126,7 +126,7 @@ class MatchPlayer:
         self.most = min((side.most for side in self.sides), default=64)
 
     def play(self, run: Any, means: Tensor, numbers: Tensor, tables: None, rows: range) -> None:
-        """Play episodes run.t + 1, ...; see torch_occ.game.simulate.Player."""
+        """Play episodes run.t + 1, ...; see torch_occ.game.simulate.TorchPlayer."""
         begun, n = time.monotonic(), len(rows)
         drawn = numbers[:, rows.start : rows.stop, 0, 0].contiguous()
         if not self.compiled:

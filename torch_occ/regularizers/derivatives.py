@@ -70,10 +70,7 @@ class Evaluator:
         return (*self.composition.values(t)[1:], *own)  # type: ignore[arg-type]
 
     def align(self, rank: int, t: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return t and the parameters with this number of batch dimensions.
-
-        Numbers, and users' parameters without a batch shape, stay as they are.
-        """
+        """Return t and the parameters, as far as they have a batch, with this many dimensions."""
         found = [with_rank(t, rank, 0)]
         for i, (x, dims) in enumerate(zip(parameters, self.event_dims, strict=True)):
             least = 0 if i < len(self.factors) else dims
@@ -228,14 +225,9 @@ class Derivatives(NamedTuple):
 def derivatives(
     mdp: LayeredMDP, regularizer: Regularizer, evaluate: Evaluate, q: Tensor
 ) -> Derivatives:
-    """Compute gradient and Hessian at q, for plain tensors; the results carry no graph.
+    """Gradient and Hessian at q `(*batch, S, A)`, without a graph; `evaluate` is psi_t.
 
-    Args:
-        evaluate: psi_t, from `Evaluator.bind`.
-        q: `(*batch, S, A)`.
-
-    Raises:
-        ValueError: if a parameter has a larger batch than q.
+    It is a ValueError if a parameter has a larger batch than q.
     """
     with torch.enable_grad():
         inputs = {
