@@ -56,8 +56,7 @@ def known_about(mdp: LayeredMDP, kind: Any, find: Callable[[], Any], *tensors: A
     found = find()
     # The arrays of NumPy change without a new version; their storage cannot be resized.
     if versions and all(x.untyped_storage().resizable() for x in tensors):
-        gone = [ref(x, lambda _: known.pop(key, None)) for x in tensors]
-        known[key] = versions, found, gone
+        known[key] = versions, found, [ref(x, lambda _: known.pop(key, None)) for x in tensors]
     return found
 
 
@@ -397,8 +396,8 @@ def _empty_losses(name: str, loss: Tensor, *given: Any) -> tuple[Tensor, Tensor]
     shapes = [x.shape[:-2] for x in (loss, target, start) if x is not None]
     shapes += step.evaluator.batch_shapes(step.evaluator.parameters(t)).values()
     batch = torch.broadcast_shapes(*shapes, t.shape, step.mdp.batch_shape)
-    value = loss.new_empty(batch, dtype=step.mdp.dtype)
-    return value, loss.new_empty(*batch, *loss.shape[-2:])
+    slope = loss.new_empty(*batch, *loss.shape[-2:])
+    return loss.new_empty(batch, dtype=step.mdp.dtype), slope
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -210,10 +210,9 @@ def as_operator(
     """
 
     def make(function: Callable[..., Any]) -> Any:
-        name = schema.partition("(")[0]
+        name = f"torch_occ::{function.__name__}"
         library.define(schema)
-        library.impl(name, function, "CompositeExplicitAutograd")
-        name = f"torch_occ::{name}"
+        library.impl(function.__name__, function, "CompositeExplicitAutograd")
         torch.library.register_fake(name, fake, lib=library)
         torch.library.register_autograd(name, backward, setup_context=setup, lib=library)
         return getattr(torch.ops.torch_occ, function.__name__).default
