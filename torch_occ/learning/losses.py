@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from torch_occ.mdp.layered import LayeredMDP, remembered
 from torch_occ.mdp.layers import DenseLayer
 from torch_occ.mdp.occupancy import flow_adjoint, flow_of, flow_residual, flow_source
 from torch_occ.regularizers.base import total
-from torch_occ.regularizers.derivatives import Evaluator
 from torch_occ.regularizers.terms import keep
 from torch_occ.step.entropic import Entropy, entropy_of
 from torch_occ.step.ftrl import FTRLStep
@@ -375,16 +374,8 @@ def _only_the_loss_moves(step: FTRLStep, t: Tensor, mdp: LayeredMDP, *others: Te
 
 
 def _weights(step: FTRLStep, t: Tensor) -> Entropy:
-    """Return w and kappa of an entropy; of one without parameters they are computed once."""
-    composition = step.evaluator.composition
-    if step.evaluator.names or values_are_hidden():
-        return entropy_of(composition, composition.values(t))
-    if step.evaluator not in _constants:
-        _constants[step.evaluator] = entropy_of(composition, composition.values(t))
-    return _constants[step.evaluator]
-
-
-_constants: WeakKeyDictionary[Evaluator, Entropy] = WeakKeyDictionary()
+    """Return w and kappa of an entropy."""
+    return entropy_of(step.evaluator.composition, step.evaluator.composition.values(t))
 
 
 #: torch.compile divides the graph here, where more than the loss is differentiated.

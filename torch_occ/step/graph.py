@@ -134,10 +134,7 @@ def solve_in_graph(
     """Solve a step inside a graph that is being recorded.
 
     With `mdp` or without `check` it cannot be part of a graph. torch.compile then divides the
-    graph there.
-
-    Raises:
-        NotImplementedError: if the graph cannot be divided, in torch.export.
+    graph there; torch.export, which cannot, raises a NotImplementedError.
     """
     refuse_compiled_derivatives()
     facts, reason = facts_of(step.name_in_graphs), None
