@@ -20,6 +20,7 @@ from torch_occ._support.constants import (
     UNDERFLOW,
 )
 from torch_occ.engine import layout as at
+from torch_occ.engine.budgets import respond, steer
 from torch_occ.engine.lanes import anywhere, lane, lanes_of, sqrt, where
 from torch_occ.engine.layout import (
     Floats,
@@ -83,7 +84,7 @@ def descend(
     Lanes iterate together until the last one has finished. A lane that has finished keeps q, its
     factors and its multipliers, so its certificate does not depend on the others.
     """
-    terms, weights, tolerance, max_steps, _ = solver
+    terms, weights, tolerance, max_steps, _, budgets = solver
     pairs, states, num_pairs = work.pairs, work.states, work.pairs.shape[1]
     stale, first = work.notes[at.ERROR], True
     status, steps, patience = MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
@@ -107,9 +108,11 @@ def descend(
         if anywhere(refresh):
             factorize(model, refresh, work)
             stale = where(refresh, 0.0, stale)
+            respond(model, budgets, refresh, work)
         for i in range(num_pairs):
             pairs[at.FORCE, i] = -(pairs[at.GRADIENT, i] + pairs[at.GAPS, i])
         solve(model, None, work)
+        steer(budgets, running, work)
         for s in range(states.shape[1]):
             states[at.FITTED, s] = where(running, states[at.V, s], states[at.FITTED, s])
         squared, fall, moved = measure(model, work)

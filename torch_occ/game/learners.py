@@ -386,8 +386,6 @@ class FTRL(Learner):
             self.state["last"] = estimate
 
     def why_not_compiled(self, mdp: LayeredMDP) -> str | None:
-        if self.step.constraints is not None:
-            return "the compiled episode loop does not know budgets"
         if self.optimistic:
             return "the compiled episode loop does not know optimism"
         if type(self.estimator) not in _ESTIMATORS:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.processes import for_each
 from torch_occ.engine import learners as learners
+from torch_occ.engine.budgets import BudgetArrays, make_budgets
 from torch_occ.engine.lanes import Shared, allocator, lanes_for, pack, unpack, width_of
 from torch_occ.engine.layout import (
     NARROW,
@@ -103,8 +104,19 @@ def solver_settings(step: FTRLStep) -> dict[str, Any]:
         step.options.tolerance_in(torch.float64),
         step.options.max_steps,
         step.interior.detach().numpy().flatten(),
+        budgets_of(step),
     )
     return {"solver": solver, "weights": weights.at}
+
+
+def budgets_of(step: FTRLStep) -> BudgetArrays | None:
+    """The budgets of a step, with scratch memory."""
+    if step.constraints is None:
+        return None
+    found = make_budgets(len(step.constraints), model_of(step.mdp), allocator(None))
+    found.costs[...] = step.constraints.on_existing_pairs(step.mdp).detach().flatten(-2).numpy()
+    found.limits[...] = step.constraints.limits.detach().numpy()
+    return found
 
 
 class EnginePlayer:
