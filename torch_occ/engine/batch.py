@@ -57,7 +57,7 @@ class Room(NamedTuple):
     budgets: Any  # BudgetArrays, or None
 
 
-def make_room(numbers: int, model: Model, new: Callable[..., Any], num_budgets: int = 0) -> Room:
+def make_room(numbers: int, num_budgets: int, model: Model, new: Callable[..., Any]) -> Room:
     """Allocate memory for a group; `numbers` is K or K * S * A."""
     num_pairs = model.exists.shape[1]
     return Room(
@@ -98,7 +98,7 @@ def read_budgets(given: Any, e: int, own: Any) -> None:
     for j in range(len(own.limits)):
         copy(given[0][min(e, len(given[0]) - 1), j], own.costs[j])
     copy(given[1][min(e, len(given[1]) - 1)], own.limits)
-    copy(given[2][e], own.multipliers)
+    copy(given[2][e], own.y)
 
 
 class Models(NamedTuple):
@@ -215,7 +215,7 @@ def solve_steps(
             copy(own[PAIR], element(solutions, e, num_pairs))
             copy(own_v[V], element(v, e, num_states))
             if budgets is not None:
-                copy(lane(room.budgets.multipliers, n), budgets[2][e])
+                copy(lane(room.budgets.y, n), budgets[2][e])
 
 
 @kernel
@@ -252,7 +252,7 @@ def solve_linear(
             for i in range(num_pairs):
                 own[PAIR, i] = at[i]
                 own[FORCE, i] = -right[i] if model.exists[PAIR, i] else 0.0
-        linear(model, terms, room.weights, room.source, True, work)
+        linear(model, terms, room.weights, room.source, work)
         for term in range(len(terms.argument) if len(bars) > 0 else 0):
             numbers = (room.weights, room.by_weights, room.by_exponents)
             pair_with(model, terms, term, *numbers, len(bars) > 1, work)

@@ -23,27 +23,7 @@ from torch_occ._support.constants import (
     STALLED,
     UNDERFLOW,
 )
-from torch_occ.engine.budgets import (
-    BASE,
-    DIRECTION,
-    EXCESS,
-    FOUND_V,
-    HELD,
-    HELD_SLOPE,
-    HELD_V,
-    JOINT,
-    NOTHING,
-    ORIGIN,
-    PRICED,
-    STEP,
-    SWUNG,
-    best_step,
-    error_of,
-    has_budgets,
-    keep_response,
-    size_up,
-    spend,
-)
+from torch_occ.engine.budgets import has_budgets
 from torch_occ.engine.lanes import anywhere, exp, lane, lanes_of, log, sqrt, where
 from torch_occ.engine.layout import (
     AHEAD,
@@ -99,22 +79,18 @@ from torch_occ.engine.newton import (
     SMALLEST,
     TINY,
     descend,
+    descend_within,
     floor_pairs,
     usable,
 )
 from torch_occ.engine.psi import X_LOG_X, derive, number_of
-from torch_occ.engine.shaping import least_unit, shape_loss, shape_rarely
+from torch_occ.engine.shaping import shape_loss, shape_rarely
 
 # Rows of the scratch memory that have another meaning in the steps of other regularizers.
 LOG_POLICY = GRADIENT  # of pairs: log pi
 GUESS = SLOPE  # of states: the guess of log u
 FOUND = OTHERS  # of states: log u from the forward pass
 WEIGHT = FITTED  # of states: w
-
-#: Of the search for multipliers: steps without budgets at most, the multiple of rounding errors
-#: below which violations are not reduced further, and how many more steps are tried where rounding
-#: errors of the budgets are above the tolerance.
-TRIALS, NOISE, RETRIES = 90, 8.0, 6.0
 
 
 @routine(inline=True)
@@ -340,188 +316,15 @@ def _settle_or_descend(
     return descend(model, solver, loss, running, work)
 
 
-#: Minimize from q without budgets, for any psi; the arguments are those of `newton.descend`.
-alone = choose(in_logs, _settle_or_descend, descend)
+def _way(*kinds: Any) -> Any:
+    """The way to solve, by the types of the arguments; entropies with budgets as other psi."""
+    if has_budgets(*kinds):
+        return descend_within
+    return _settle_or_descend if in_logs(*kinds) else descend
 
 
-# -- Budgets: the search for their multipliers -----------------------------------------------------
-#
-# First q and y are found together, by Newton steps within the budgets (torch_occ.engine.budgets).
-# Entropies, and lanes in which that fails, climb the dual function as in torch_occ.step.budgets:
-# each trial is a step without budgets. Lanes that do not arrive are left to the caller. The search
-# in torch_occ.step.budgets then takes over for single steps, and proves that budgets are infeasible.
-
-
-@routine
-def search(
-    model: Model, solver: Solver, loss: Floats, running: Any, work: Work
-) -> tuple[Any, Any, Any, Any, Any]:
-    """Minimize from q within the budgets where `running`, from their multipliers.
-
-    Returns the same as `descend`. Multipliers are zero where that fails.
-    """
-    budgets, tolerance, pairs, wanted = solver.budgets, solver.tolerance, work.pairs, running
-    rows, y, notes = budgets.rows, budgets.multipliers, budgets.notes
-    least = least_unit(solver.terms, solver.weights)
-    joint = running & (not (entropy_of(solver.terms, solver.weights)[0] > 0.0))
-    size_up(budgets, loss)
-    for j in range(len(y)):
-        rows[DIRECTION, j] = 0.0
-    status, steps, decrement, flow, dual = MAX_STEPS + 0.0, 0.0, 0.0, 0.0, 0.0
-    best, patience, before, uphill = np.inf, 3.0, np.inf, 0.0
-    length, low, high, at_low, at_high = 1.0, 0.0, np.inf, 0.0, 0.0
-    keep_origin(budgets, best == best, work)
-    for _ in range(TRIALS):
-        notes[JOINT], notes[SWUNG] = where(joint & running, 1.0, 0.0), 0.0
-        put_prices(budgets, loss)
-        found = alone(model, solver, budgets.pairs[PRICED], running, work)
-        steps += where(running, found[1], 0.0)
-        error, slope = spend(budgets, work), 0.0
-        for j in range(len(y)):
-            slope += rows[EXCESS, j] * rows[DIRECTION, j]
-        solved = (found[0] == CONVERGED) & finite(error)
-        slope = where(solved, slope, -np.inf)
-        # A step that goes too far is shortened: the slope of D along it should not become negative.
-        far = (before > tolerance) & (slope < -0.1 * uphill)
-        far = far | ((high < np.inf) & (slope > 0.5 * uphill))
-        far = running & (not joint) & far & (uphill > 0.0) & (high - low > 1e-14 * low)
-        lost = running & joint & (not (solved & (error <= tolerance)))
-        failed = running & (not (far | joint | solved))
-        status = where(failed, where(found[0] == CONVERGED, STALLED, found[0]), status)
-        accepted = running & (not (far | lost | failed))
-        if anywhere(accepted):
-            keep_origin(budgets, accepted, work)
-            better = error < 0.5 * best
-            patience = where(accepted, where(better, 3.0, patience - 1.0), patience)
-            best = where(accepted, min(best, error), best)
-            before = where(accepted, error, before)
-            respond_softly(model, solver, accepted, work)
-            final = accepted & (error <= tolerance) & ((patience <= 0.0) | (error <= NOISE * EPS))
-            # Where prices have moved far, the loss is shaped again.
-            final = final & (EPS * notes[SWUNG] <= COARSE * tolerance * least)
-            if anywhere(final):
-                left = max(found[4], error_of(model, budgets, work))
-                good = left <= tolerance
-                # Some more steps are tried: rounding errors may be smaller there.
-                final = final & (good | (patience < -RETRIES))
-                status = where(final, where(good, CONVERGED, STALLED), status)
-                dual, flow = where(final, left, dual), where(final, found[3], flow)
-                decrement = where(final, found[2], decrement)
-                running = running & (not final)
-            climbing = accepted & running & (not joint)
-            if anywhere(climbing):
-                best_step(budgets)
-                total = 0.0
-                for j in range(len(y)):
-                    step = where(climbing, rows[STEP, j], rows[DIRECTION, j])
-                    rows[DIRECTION, j] = step
-                    total += rows[EXCESS, j] * step
-                uphill, length = where(climbing, total, uphill), where(climbing, 1.0, length)
-                low, high = where(climbing, 0.0, low), where(climbing, np.inf, high)
-                at_low, at_high = where(climbing, total, at_low), where(climbing, total, at_high)
-        running = running & (not failed)
-        if not anywhere(running):
-            break
-        if anywhere(far):
-            above, below = far & (slope < 0.0), far & (not (slope < 0.0))
-            high, at_high = where(above, length, high), where(above, slope, at_high)
-            low, at_low = where(below, length, low), where(below, slope, at_low)
-            # Where the slope is zero if it is linear, but inside the bracket by a tenth.
-            ratio = at_low / (at_low - at_high)
-            ratio = where(finite(ratio), min(max(ratio, 0.1), 0.9), 0.1)
-            length = where(far, low + ratio * (high - low), length)
-        joint = joint & (not lost)
-        for j in range(len(y)):
-            moved = max(rows[BASE, j] + length * rows[DIRECTION, j], 0.0)
-            y[j] = where(running & (not joint), moved, y[j])
-        back = running & (far | lost) & (not solved)
-        work.notes[ERROR] = where(back, np.inf, work.notes[ERROR])
-        work.notes[GUESSED] = where(back, 0.0, work.notes[GUESSED])
-        for i in range(pairs.shape[1]):
-            pairs[PAIR, i] = where(back, budgets.pairs[ORIGIN, i], pairs[PAIR, i])
-    failed = wanted & (status != CONVERGED)
-    work.notes[ERROR] = where(failed, np.inf, work.notes[ERROR])
-    work.notes[GUESSED] = where(failed, 0.0, work.notes[GUESSED])
-    for j in range(len(y)):
-        y[j] = where(failed, 0.0, y[j])
-    for i in range(pairs.shape[1]):
-        pairs[PAIR, i] = budgets.pairs[ORIGIN, i]
-    for s in range(work.states.shape[1]):
-        work.states[V, s] = budgets.values[len(y) + FOUND_V, s]
-    return status, steps, decrement, flow, dual
-
-
-@routine
-def keep_origin(budgets: Any, wanted: Any, work: Work) -> None:
-    """Keep q, v and y, the origin of the next step."""
-    rows, y, values = budgets.rows, budgets.multipliers, budgets.values
-    for j in range(len(y)):
-        rows[BASE, j] = where(wanted, y[j], rows[BASE, j])
-    for i in range(work.pairs.shape[1]):
-        kept = budgets.pairs[ORIGIN, i]
-        budgets.pairs[ORIGIN, i] = where(wanted, work.pairs[PAIR, i], kept)
-    for s in range(work.states.shape[1]):
-        kept = values[len(y) + FOUND_V, s]
-        values[len(y) + FOUND_V, s] = where(wanted, work.states[V, s], kept)
-
-
-@routine
-def put_prices(budgets: Any, loss: Floats) -> None:
-    """Write L + G'y into PRICED."""
-    priced = budgets.pairs
-    for i in range(len(loss)):
-        priced[PRICED, i] = loss[i]
-    for j in range(len(budgets.limits)):
-        for i in range(len(loss)):
-            priced[PRICED, i] += budgets.multipliers[j] * budgets.costs[j, i]
-
-
-@routine
-def _respond_softly(model: Model, solver: Solver, wanted: Any, work: Work) -> None:
-    """`respond` for entropies, which have no factors at hand; where `wanted`."""
-    budgets, pairs, states = solver.budgets, work.pairs, work.states
-    weight, price = entropy_of(solver.terms, solver.weights)
-    wanted, count = wanted & (weight > 0.0), len(budgets.limits)
-    if not anywhere(wanted):
-        return
-    for i in range(pairs.shape[1]):
-        budgets.pairs[HELD, i] = pairs[PAIR, i]
-    for s in range(states.shape[1]):
-        budgets.values[count + HELD_V, s] = states[V, s]
-        budgets.values[count + HELD_SLOPE, s] = states[GUESS, s]
-    for j in range(count):
-        for i in range(pairs.shape[1]):
-            pairs[FORCE, i] = budgets.costs[j, i]
-        nothing = budgets.values[count + NOTHING]
-        linear(model, solver.terms, solver.weights, nothing, j == 0, work)
-        keep_response(budgets, j, wanted, work)
-    for i in range(pairs.shape[1]):
-        pairs[PAIR, i] = budgets.pairs[HELD, i]
-    for s in range(states.shape[1]):
-        states[V, s] = budgets.values[count + HELD_V, s]
-        states[GUESS, s] = budgets.values[count + HELD_SLOPE, s]
-    work.notes[ERROR] = where(price > 0.0, 0.0, work.notes[ERROR])
-
-
-@routine(inline=True)
-def _respond_by_factors(model: Model, solver: Solver, wanted: Any, work: Work) -> None:
-    pass
-
-
-respond_softly = choose(in_logs, _respond_softly, _respond_by_factors)
-
-
-#: Minimize from q, for any psi, and within budgets if the solver has them.
-follow = dispatch(
-    search.py_func,  # type: ignore[attr-defined]
-    lambda *kinds: (
-        search
-        if has_budgets(*kinds)
-        else _settle_or_descend
-        if in_logs(*kinds)
-        else descend
-    ),
-)
+#: Minimize from q, for any psi; the arguments are those of `newton.descend`.
+follow = dispatch(descend.py_func, _way)  # type: ignore[attr-defined]
 
 
 @inlined
@@ -705,19 +508,16 @@ def settle(
 
 
 @routine
-def _solve_any(
-    model: Model, terms: Terms, weights: Floats, source: Floats, anew: bool, work: Work
-) -> None:
-    if anew:
-        floor_pairs(model, work)
-        derive(model, terms, weights, np.inf, work)
-        factorize(model, work.notes[GUESSED] == work.notes[GUESSED], work)
+def _solve_any(model: Model, terms: Terms, weights: Floats, source: Floats, work: Work) -> None:
+    floor_pairs(model, work)
+    derive(model, terms, weights, np.inf, work)
+    factorize(model, work.notes[GUESSED] == work.notes[GUESSED], work)
     solve(model, source, work)
 
 
 @routine
 def _solve_any_or_softly(
-    model: Model, terms: Terms, weights: Floats, source: Floats, anew: bool, work: Work
+    model: Model, terms: Terms, weights: Floats, source: Floats, work: Work
 ) -> None:
     """With kappa = 0, the system is solved by one pass back and one forth.
 
@@ -726,7 +526,7 @@ def _solve_any_or_softly(
     """
     weight, price = entropy_of(terms, weights)
     if anywhere(not ((weight > 0.0) & (price == 0.0))):
-        _solve_any(model, terms, weights, source, anew, work)
+        _solve_any(model, terms, weights, source, work)
         return
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     floor_pairs(model, work)
@@ -751,6 +551,5 @@ def _solve_any_or_softly(
                 pairs[DQ, i] = pairs[PAIR, i] * (share - bend)
 
 
-#: Solve H(q) u - E'm = x, E u = r for x in FORCE and the source r: u in DQ, m in V. `anew` says
-#: whether q is another than in the last call.
+#: Solve H(q) u - E'm = x, E u = r for x in FORCE and the source r: u in DQ, m in V.
 linear = choose(in_logs, _solve_any_or_softly, _solve_any)

@@ -190,7 +190,7 @@ def take_multipliers(budgets: Any, learner: CompiledFTRL) -> None:
     """Start from the multipliers of the last episode."""
     if budgets is not None:
         for j in range(len(learner.multipliers)):
-            budgets.multipliers[j] = learner.multipliers[j]
+            budgets.y[j] = learner.multipliers[j]
 
 
 @routine(inline=True)
@@ -199,9 +199,8 @@ def note_spending(budgets: Any, learner: CompiledFTRL, work: Work) -> None:
     if budgets is not None:
         spend(budgets, work)
         for j in range(len(learner.multipliers)):
-            learner.multipliers[j] = budgets.multipliers[j]
-            excess = max(learner.budget_excess[0], budgets.rows[EXCESS, j])
-            learner.budget_excess[0] = excess
+            learner.multipliers[j], excess = budgets.y[j], budgets.rows[EXCESS, j]
+            learner.budget_excess[0] = max(learner.budget_excess[0], excess)
 
 
 @routine(inline=True)

@@ -20,7 +20,15 @@ from torch_occ._support.constants import (
     UNDERFLOW,
 )
 from torch_occ.engine import layout as at
-from torch_occ.engine.budgets import respond, steer
+from torch_occ.engine.budgets import (
+    FOUND_V,
+    error_of,
+    put_prices,
+    respond,
+    spend,
+    steer,
+    swing_of,
+)
 from torch_occ.engine.lanes import anywhere, lane, lanes_of, sqrt, where
 from torch_occ.engine.layout import (
     Floats,
@@ -65,6 +73,9 @@ SHORT = 1e-2
 COARSE = 0.25
 #: How often q is corrected after the iteration, with multipliers of more digits.
 REFINEMENTS = 4
+#: How often a step with budgets is repeated, and the violation of a budget, in rounding errors,
+#: that is not reduced further.
+TRIALS, NOISE = 4, 8.0
 
 
 @routine
@@ -163,6 +174,43 @@ def descend(
     if complement and model.conserved:
         put_back(model, work)
     return status, steps, sqrt(max(decrement, 0.0)), flow, dual
+
+
+@routine
+def descend_within(
+    model: Model, solver: Solver, loss: Floats, running: Any, work: Work
+) -> tuple[Any, Any, Any, Any, Any]:
+    """`descend` within the budgets of the solver, from their multipliers.
+
+    It is repeated for the prices that it found if these have moved so far that the rounding errors
+    of the gaps matter, or if budgets are violated by more than rounding errors. The dual residual
+    includes what the budgets leave open. Where it fails, multipliers become zero.
+    """
+    budgets, tolerance, wanted, m = solver.budgets, solver.tolerance, running, len(solver.budgets.y)
+    status, steps, decrement, flow, dual = MAX_STEPS + 0.0, 0.0, 0.0, 0.0, 0.0
+    most = COARSE * tolerance * least_unit(solver.terms, solver.weights) / EPS
+    for left in range(TRIALS - 1, -1, -1):
+        put_prices(budgets, loss)
+        found = descend(model, solver, budgets.priced, running, work)
+        error = spend(budgets, work)
+        residual = max(found[4], error_of(model, budgets, work))
+        solved = (found[0] == CONVERGED) & (error <= tolerance)
+        good = solved & (residual <= tolerance) & (swing_of(budgets) <= most)
+        outcome = where(good, CONVERGED, where(found[0] == CONVERGED, STALLED, found[0]))
+        status, steps = where(running, outcome, status), steps + where(running, found[1], 0.0)
+        decrement, flow = where(running, found[2], decrement), where(running, found[3], flow)
+        dual = where(running, residual, dual)
+        for s in range(work.states.shape[1]):
+            kept = budgets.values[m + FOUND_V, s]
+            budgets.values[m + FOUND_V, s] = where(running, work.states[at.V, s], kept)
+        running = running & solved & (not (good & (error <= NOISE * EPS)))
+        if left == 0 or not anywhere(running):
+            break
+    for s in range(work.states.shape[1]):
+        work.states[at.V, s] = budgets.values[m + FOUND_V, s]
+    for j in range(m):
+        budgets.y[j] = where(wanted & (status != CONVERGED), 0.0, budgets.y[j])
+    return status, steps, decrement, flow, dual
 
 
 @routine

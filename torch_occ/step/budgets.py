@@ -452,11 +452,13 @@ class BudgetedStationarity(Stationarity):
             for y, dims in ((-x, 2), (start, 2), (costs, 3))
         )
         limits, guess = (y.expand(*batch, y.shape[-1]) for y in (limits, guess))
-        known = None
+        found = None
         if setting.engine is not None:
-            known, y = setting.engine.within(setting, loss, start, costs, limits, guess)
-            if known.all_converged:
-                return known.q, torch.cat([known.value, y], -1), known.certificate
+            within = (costs, limits, guess)
+            found = setting.engine(loss, setting.t, start, None, setting.parameters, within)
+            if found is not None and found[1]:
+                q, value, certificate, _, y, _ = found[0]
+                return q, torch.cat([value, y], -1), certificate
         search = _MultiplierSearch(self.step, setting, loss, costs, limits)
         found = search.solve(start, guess)
         solution, proof = found.solution, search.tensor(found.proof)

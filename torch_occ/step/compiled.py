@@ -220,12 +220,15 @@ class CompiledStep:
         start: Tensor,
         mdp: LayeredMDP | None = None,
         parameters: Sequence[Tensor] | None = None,
+        budgets: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Solution, bool] | None:
         """Solve the step.
 
         Args:
             mdp: other probabilities for the step's layout; by default its own MDP.
             parameters: those of `Evaluator`; by default the regularizer's own, now.
+            budgets: costs, limits, and multipliers to start from, of the batch of the loss; plain
+                tensors, which are not differentiated.
 
         Returns:
             The solution, and whether all elements converged; None if the engine does not support
@@ -238,8 +241,24 @@ class CompiledStep:
         if prepared is None:
             return None
         world, inputs, values, numbers, terms, batch = prepared
-        q, v, certificate = self._solve(world, batch, terms, loss, start)
+        entropies, count = None, batch.numel()
+        arrays_of_budgets = y = None
+        if budgets is not None:
+            costs, limits, guess = (x.reshape(count, *x.shape[len(batch) :]) for x in budgets)
+            y = guess.clone(memory_format=torch.contiguous_format)
+            own = (costs.flatten(-2).contiguous(), limits.contiguous(), y)
+            arrays_of_budgets = tuple(x.numpy() for x in own)
+        if terms.shape[1] > 1 and self.kinds[2]:
+            entropies = np.empty(count, dtype=np.bool_)
+            kernels.find_entropies(self.kinds, terms, entropies)
+        q, v, certificate = self._empty(count, 5)
+        given = (rows(loss, batch, 2), rows(start, batch, 2), q, v, certificate, arrays_of_budgets)
+        limits = (self.tolerance, self.options.max_steps)
+        self.run(world, batch, kernels.solve_steps, terms, entropies, *given, *limits)
         statuses = certificate[:, 0]
+        if self.in_logs and not np.isfinite(q).all():
+            lost = ~np.isfinite(q.reshape(count, -1)).all(-1)
+            statuses[lost & (statuses == Status.CONVERGED)] = Status.NOT_FINITE
         converged = not (statuses.any() if batch else statuses.item())
         if not converged and (statuses == kernels.BAD_INPUT).any():
             self._complain(world, loss, t, start)
@@ -257,52 +276,8 @@ class CompiledStep:
         # The user gets a copy of failures, because derivatives read them later.
         certificate = certificate if converged else certificate.copy()
         marks = torch.from_numpy(certificate.reshape(*batch, 5))
-        return Solution(found[0], found[1], marks, True), converged
-
-    def _solve(
-        self,
-        world: MDPArrays,
-        batch: torch.Size,
-        terms: Floats,
-        loss: Tensor,
-        start: Tensor,
-        budgets: tuple[Floats, Floats, Floats] | None = None,
-    ) -> tuple[Floats, Floats, Floats]:
-        """Return rows of q and v, and the certificates; budgets as in `kernels.solve_steps`."""
-        entropies, count = None, batch.numel()
-        if terms.shape[1] > 1 and self.kinds[2]:
-            entropies = np.empty(count, dtype=np.bool_)
-            kernels.find_entropies(self.kinds, terms, entropies)
-        q, v, certificate = self._empty(count, 5)
-        given = (rows(loss, batch, 2), rows(start, batch, 2), q, v, certificate, budgets)
-        limits = (self.tolerance, self.options.max_steps)
-        self.run(world, batch, kernels.solve_steps, terms, entropies, *given, *limits)
-        statuses = certificate[:, 0]
-        if self.in_logs and not np.isfinite(q).all():
-            lost = ~np.isfinite(q.reshape(count, -1)).all(-1)
-            statuses[lost & (statuses == Status.CONVERGED)] = Status.NOT_FINITE
-        return q, v, certificate
-
-    def within(
-        self,
-        setting: Setting,
-        loss: Tensor,
-        start: Tensor,
-        costs: Tensor,
-        limits: Tensor,
-        guess: Tensor,
-    ) -> tuple[Solution, Tensor]:
-        """Solve the step within budgets; return also their multipliers. All are plain tensors."""
-        world, numbers = self._weighed(setting.t, setting.parameters)
-        batch, m = loss.shape[:-2], limits.shape[-1]
-        count, terms = batch.numel(), tabulate(numbers, batch, self.pairs)
-        y = np.array(guess.reshape(count, m), order="C")
-        given = (rows(costs.flatten(-2), batch, 2).reshape(-1, m, self.shape.numel()),)
-        given += (rows(limits.unsqueeze(-1), batch, 2).reshape(-1, m), y)
-        q, v, certificate = self._solve(world, batch, terms, loss, start, given)
-        marks = torch.from_numpy(certificate.reshape(*batch, 5))
-        found = Solution(*self.tensors(batch, q, v), marks, True)
-        return found, torch.from_numpy(y.reshape(*batch, m))
+        y = None if y is None else y.view(*batch, -1)
+        return Solution(found[0], found[1], marks, True, y), converged
 
     def pull_back(
         self,
@@ -486,13 +461,13 @@ class CompiledStep:
             entropies: the elements that are solved in logarithms; None if all or none of them are.
         """
         model, count = world.model, batch.numel()
-        m = next((x[1].shape[-1] for x in arguments if type(x) is tuple), 0)  # budgets
+        sizes = terms.shape[2], next((x[1].shape[1] for x in arguments if type(x) is tuple), 0)
         if not batch:  # a single problem should not wait for Python
-            free = self.free[type(model.next_state), m]
+            free = self.free[type(model.next_state), sizes]
             try:
                 memory = free.pop()
             except IndexError:
-                memory = _memory(model, terms.shape[2], 0, None, m)
+                memory = _memory(model, sizes, 0, None)
             kernel(model, self.kinds, terms, *arguments, _ONLY, 0, 1, *memory[:2], None)
             free.append(memory)
             return
@@ -510,13 +485,13 @@ class CompiledStep:
             order = arrays.order_of(entropies, lanes)
         groups = len(order) // (lanes or 1)
         threads = 1 if count < _ALONE else min(torch.get_num_threads(), groups)
-        free = self.free[way, lanes, type(model.next_state), m]
+        free = self.free[way, lanes, type(model.next_state), sizes]
 
         def share(i: int) -> None:
             try:
                 memory = free.pop()
             except IndexError:
-                memory = _memory(model, terms.shape[2], way, lanes, m)
+                memory = _memory(model, sizes, way, lanes)
             room, work, own = memory
             given = model if owners is None else kernels.Models(*world.tables, owners, own)
             bounds = (i * groups // threads, (i + 1) * groups // threads)
@@ -528,20 +503,14 @@ class CompiledStep:
 
         for_each(share, threads)
 
-    def _weighed(
-        self, t: Tensor, parameters: Sequence[Tensor]
-    ) -> tuple[MDPArrays, list[Any]]:
-        """Return the MDP, and weights and exponents of the terms; for plain tensors."""
+    def systems(self, t: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tensor], Any]:
+        """Return the function from q `(*batch, S, A)` to its linear system; plain tensors."""
         values = [number(x) for x in (t, *parameters)]
         if type(values[0]) is not float:
             values[0] = values[0][..., None, None]
         world = self.world_of(None)
         assert world is not None
-        return world, self.weigh(values)
-
-    def systems(self, t: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tensor], Any]:
-        """Return the function from q `(*batch, S, A)` to its linear system; plain tensors."""
-        return partial(CompiledSystem, self, *self._weighed(t, parameters))
+        return partial(CompiledSystem, self, world, self.weigh(values))
 
     # -- on the torch path -------------------------------------------------------------------------
 
@@ -580,16 +549,16 @@ class CompiledSystem(NamedTuple):
 
 
 def _memory(
-    model: Model, numbers: int, way: int, lanes: int | None, num_budgets: int
+    model: Model, sizes: tuple[int, int], way: int, lanes: int | None
 ) -> tuple[kernels.Room, Work, Model]:
-    """Allocate memory for a group; `numbers` is the number of weights and `way` as in `run`."""
+    """Allocate memory for a group: numbers of weights and of budgets, and `way` as in `run`."""
     new = allocator(lanes)
     own = model
     if way == 2:
         tables = (model.next_state, model.arrivals, model.initial)
         next_state, arrivals, initial = (new(*x.shape) for x in tables)
         own = model._replace(next_state=next_state, arrivals=arrivals, initial=initial)
-    return kernels.make_room(numbers, model, new, num_budgets), make_work(model, new), own
+    return kernels.make_room(*sizes, model, new), make_work(model, new), own
 
 
 # -- Compiled sweeps for torch_occ.step.system, with separable Hessians and sparse transitio ----
