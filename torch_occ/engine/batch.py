@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torch_occ.engine.budgets import make_budgets
 from torch_occ.engine.entropic import entropy_of, follow, linear
 from torch_occ.engine.lanes import anywhere, in_lanes, lane, lanes_of
 from torch_occ.engine.layout import (
@@ -38,7 +37,7 @@ from torch_occ.engine.layout import (
     inlined,
     kernel,
 )
-from torch_occ.engine.newton import retract
+from torch_occ.engine.newton import make_budgets, retract
 from torch_occ.engine.psi import pair_with
 
 #: Reported instead of a status when an input is invalid.
@@ -96,8 +95,8 @@ def read_terms(table: Floats, e: int, n: int, room: Room) -> None:
 def read_budgets(given: Any, e: int, own: Any) -> None:
     """Copy costs, limits and multipliers of element e."""
     for j in range(len(own.limits)):
-        copy(given[0][min(e, len(given[0]) - 1), j], own.costs[j])
-    copy(given[1][min(e, len(given[1]) - 1)], own.limits)
+        copy(given[0][e, j], own.costs[j])
+    copy(given[1][e], own.limits)
     copy(given[2][e], own.y)
 
 
@@ -165,7 +164,7 @@ def solve_steps(
     q: Floats,  # (N * S, A), out
     v: Floats,  # (N * S,), out
     certificate: Floats,  # (N, 5), out: see torch_occ.step.solution.Solution
-    budgets: Any,  # None, or G (N or 1, m, S * A), h (N or 1, m), and y (N, m), in and out
+    budgets: Any,  # None, or G (N, m, S * A), h (N, m), and y (N, m), in and out
     tolerance: float,
     max_steps: int,
     order: Ints,  # (groups * lanes,)
@@ -196,7 +195,7 @@ def solve_steps(
             own_start = element(starts, e, num_pairs)
             for i in range(num_pairs):
                 own[PAIR, i] = own_start[i] if model.exists[PAIR, i] else 0.0
-        entropy = entropy_of(terms, room.weights)[0] > 0.0
+        entropy = (entropy_of(terms, room.weights)[0] > 0.0) & (budgets is None)
         good = work.notes[GUESSED] == work.notes[GUESSED]
         for i in range(num_pairs):
             if model.exists[PAIR, i]:

@@ -23,7 +23,6 @@ from torch_occ._support.constants import (
     STALLED,
     UNDERFLOW,
 )
-from torch_occ.engine.budgets import has_budgets
 from torch_occ.engine.lanes import anywhere, exp, lane, lanes_of, log, sqrt, where
 from torch_occ.engine.layout import (
     AHEAD,
@@ -81,6 +80,7 @@ from torch_occ.engine.newton import (
     descend,
     descend_within,
     floor_pairs,
+    has_budgets,
     usable,
 )
 from torch_occ.engine.psi import X_LOG_X, derive, number_of

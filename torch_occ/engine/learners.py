@@ -11,10 +11,10 @@ import numpy as np
 
 from torch_occ._support.constants import CHUNK, CONVERGED, TIE
 from torch_occ.engine import layout as at
-from torch_occ.engine.budgets import EXCESS, spend
 from torch_occ.engine.entropic import follow_or_restart
 from torch_occ.engine.lanes import Shared, anywhere, lane, sqrt, where
 from torch_occ.engine.layout import Bools, Floats, Model, Solver, Work, ahead, finite, routine
+from torch_occ.engine.newton import EXCESS, spend
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 
 # -- a fixed policy --------------------------------------------------------------------------------

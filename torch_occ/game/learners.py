@@ -35,7 +35,7 @@ from torch_occ.regularizers.catalog import LogBarrier, Shannon, Tsallis
 from torch_occ.regularizers.parameters import Parametrized
 from torch_occ.regularizers.schedules import Constant, InverseSqrt
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.step.solution import Budgets, Solution
+from torch_occ.step.solution import Budgets, Solution, Status
 
 
 class Learner:
@@ -349,6 +349,8 @@ class FTRL(Learner):
         if self.optimistic:
             self.state["last"] = zero.clone()
         if self.step.constraints is not None:
+            if int(self.step.solve(zero[0], 1.0, check=False).status) == Status.INFEASIBLE:
+                self.step.solve(zero[0], 1.0)  # raises the proof
             limits = self.step.constraints.limits.detach()
             self.state["multipliers"] = torch.zeros_like(limits).expand(num_seeds, -1).clone()
             self.state["budget_excess"] = torch.full_like(count, -torch.inf)

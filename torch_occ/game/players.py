@@ -18,7 +18,6 @@ from torch import Tensor
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.processes import for_each
 from torch_occ.engine import learners as learners
-from torch_occ.engine.budgets import BudgetArrays, make_budgets
 from torch_occ.engine.lanes import Shared, allocator, lanes_for, pack, unpack, width_of
 from torch_occ.engine.layout import (
     NARROW,
@@ -31,6 +30,7 @@ from torch_occ.engine.layout import (
     make_work,
     suits_lanes,
 )
+from torch_occ.engine.newton import BudgetArrays, make_budgets
 from torch_occ.engine.play import NOISE, Game, Tally, play
 from torch_occ.game.learners import Learner
 from torch_occ.game.losses import GreedyAdversary, LossProcess

@@ -220,15 +220,15 @@ class CompiledStep:
         start: Tensor,
         mdp: LayeredMDP | None = None,
         parameters: Sequence[Tensor] | None = None,
-        budgets: tuple[Tensor, Tensor, Tensor] | None = None,
+        budgets: Sequence[Tensor] = (),
     ) -> tuple[Solution, bool] | None:
         """Solve the step.
 
         Args:
             mdp: other probabilities for the step's layout; by default its own MDP.
             parameters: those of `Evaluator`; by default the regularizer's own, now.
-            budgets: costs, limits, and multipliers to start from, of the batch of the loss; plain
-                tensors, which are not differentiated.
+            budgets: costs `(*batch, m, S * A)`, limits and multipliers `(*batch, m)`, which are
+                not differentiated. Multipliers are where to start; they are overwritten.
 
         Returns:
             The solution, and whether all elements converged; None if the engine does not support
@@ -242,19 +242,16 @@ class CompiledStep:
             return None
         world, inputs, values, numbers, terms, batch = prepared
         entropies, count = None, batch.numel()
-        arrays_of_budgets = y = None
-        if budgets is not None:
-            costs, limits, guess = (x.reshape(count, *x.shape[len(batch) :]) for x in budgets)
-            y = guess.clone(memory_format=torch.contiguous_format)
-            own = (costs.flatten(-2).contiguous(), limits.contiguous(), y)
-            arrays_of_budgets = tuple(x.numpy() for x in own)
+        own = [x.reshape(count, *x.shape[len(batch) :]).contiguous() for x in budgets]
         if terms.shape[1] > 1 and self.kinds[2]:
             entropies = np.empty(count, dtype=np.bool_)
             kernels.find_entropies(self.kinds, terms, entropies)
         q, v, certificate = self._empty(count, 5)
-        given = (rows(loss, batch, 2), rows(start, batch, 2), q, v, certificate, arrays_of_budgets)
+        given = (rows(loss, batch, 2), rows(start, batch, 2), q, v, certificate)
         limits = (self.tolerance, self.options.max_steps)
-        self.run(world, batch, kernels.solve_steps, terms, entropies, *given, *limits)
+        within = tuple(x.numpy() for x in own) or None
+        m = own[1].shape[1] if own else 0
+        self.run(world, batch, kernels.solve_steps, terms, entropies, m, *given, within, *limits)
         statuses = certificate[:, 0]
         if self.in_logs and not np.isfinite(q).all():
             lost = ~np.isfinite(q.reshape(count, -1)).all(-1)
@@ -276,7 +273,7 @@ class CompiledStep:
         # The user gets a copy of failures, because derivatives read them later.
         certificate = certificate if converged else certificate.copy()
         marks = torch.from_numpy(certificate.reshape(*batch, 5))
-        y = None if y is None else y.view(*batch, -1)
+        y = own[2].view(*batch, m) if own else None
         return Solution(found[0], found[1], marks, True, y), converged
 
     def pull_back(
@@ -438,7 +435,7 @@ class CompiledStep:
         count = batch.numel()
         u, m, _ = self._empty(count, 0)
         bars = np.empty((wanted, count, terms.shape[2]))
-        self.run(world, batch, kernels.solve_linear, terms, None, q, x, r, u, m, bars)
+        self.run(world, batch, kernels.solve_linear, terms, None, 0, q, x, r, u, m, bars)
         return u, m, bars
 
     def _empty(self, count: int, columns: int) -> tuple[Floats, Floats, Floats]:
@@ -453,6 +450,7 @@ class CompiledStep:
         kernel: Callable[..., None],
         terms: Floats,
         entropies: Bools | None,
+        num_budgets: int,
         *arguments: Any,
     ) -> None:
         """Run a kernel over all elements, in several threads if the batch is large enough.
@@ -461,7 +459,7 @@ class CompiledStep:
             entropies: the elements that are solved in logarithms; None if all or none of them are.
         """
         model, count = world.model, batch.numel()
-        sizes = terms.shape[2], next((x[1].shape[1] for x in arguments if type(x) is tuple), 0)
+        sizes = terms.shape[2], num_budgets
         if not batch:  # a single problem should not wait for Python
             free = self.free[type(model.next_state), sizes]
             try:
