@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from zoo import random_loss
+from zoo import PROBLEMS, Kept, random_loss
 
 import torch_occ as occ
 from torch_occ.game.checks import DIAGNOSTICS
@@ -74,29 +74,34 @@ def test_a_bad_floor_is_named():
         occ.OptimisticValueIteration(MDP, floor=-math.inf)
 
 
-def test_a_learner_with_budgets_meets_them_in_every_episode():
-    mdp = occ.LayeredMDP.random(2, 2, 3, seed=0)
-    mean = random_loss(mdp, seed=1)
+@pytest.mark.parametrize(
+    ("psi", "problem"),
+    [(occ.jin_luo, "layers"), (lambda _: 20 * occ.Shannon(), "masked"), (occ.jin_luo, "sparse")],
+)
+def test_a_learner_with_budgets_meets_them_in_every_episode(psi, problem):
+    """Both backends play the same game, and a seed has the same bits in any company."""
+    mdp = PROBLEMS["layers"]().mdp.to_sparse() if problem == "sparse" else PROBLEMS[problem]().mdp
+    mean, found = random_loss(mdp, seed=1), {}
     best = occ.occupancy(mdp, occ.optimal_policy(mdp, mean).policy)
-    costs = best[None] + 0.1  # what the best policy does is expensive
-    limits = 0.5 * (costs * best).sum((-2, -1)) + 0.5 * occ.game.comparator(mdp, costs[0])
-    budgets = occ.Budgets(costs, limits)
-    learner = occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5), constraints=budgets)
-
-    class Watch(occ.Callback):
-        def on_end(self, run, history):
-            self.excess = run.learner.state["budget_excess"]
-
-    watch = Watch()
-    history = occ.simulate(mdp, learner, occ.BernoulliLosses(mean), 60, range(3), callbacks=[watch])
-    assert not bool(history.uncertified.any())
-    assert float(watch.excess.max()) < 1e-13
-    spent = (costs * history.cumulative_occupancy / 60).sum((-2, -1))
-    assert bool((spent <= limits + 1e-13).all())
-    # Without budgets some runs spend more.
-    free = occ.simulate(
-        mdp, occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5)), occ.BernoulliLosses(mean), 60, range(3)
-    )
-    assert bool(((costs * free.cumulative_occupancy / 60).sum((-2, -1)) > limits).any())
+    costs = torch.stack([best + 0.1, random_loss(mdp, seed=2) + best])  # the best is expensive
+    safe = occ.occupancy(mdp, occ.optimal_policy(mdp, costs.sum(0)).policy)
+    budgets = occ.Budgets(costs, (costs * (best + safe) / 2).sum((-2, -1)))
+    for case in ("engine", "torch", "others"):
+        keep, backend = Kept(), "torch" if case == "torch" else "engine"
+        learner, seeds = occ.FTRL(mdp, psi(mdp), constraints=budgets), [2, *range(7, 9)]
+        seeds = seeds if case == "others" else range(3)
+        losses = occ.BernoulliLosses(mean)
+        run = occ.simulate(mdp, learner, losses, 40, seeds, backend=backend, callbacks=[keep])
+        assert not bool(run.uncertified.any())
+        found[case] = keep.learner.state | {"regret": run.regret}
+    for key in ("q", "multipliers", "regret", "cumulative_loss"):
+        mine = found["engine"][key]
+        torch.testing.assert_close(mine, found["torch"][key], rtol=1e-9, atol=1e-9)
+        assert torch.equal(mine[2], found["others"][key][0])
+    assert float(found["engine"]["budget_excess"].max()) < 1e-13
+    assert float(found["engine"]["multipliers"].amax(-1).min()) > 0
     with pytest.raises(ValueError, match="budgets without a batch"):
-        occ.FTRL(mdp, occ.jin_luo(mdp), constraints=occ.Budgets(costs[None], limits[None]))
+        occ.FTRL(mdp, psi(mdp), constraints=occ.Budgets(costs[None], budgets.limits))
+    learner = occ.FTRL(mdp, psi(mdp), constraints=occ.Budgets(costs, 0 * budgets.limits))
+    with pytest.raises(occ.InfeasibleError, match="no policy meets the budgets"):
+        occ.simulate(mdp, learner, occ.BernoulliLosses(mean), 5)

@@ -349,9 +349,11 @@ class FTRL(Learner):
         if self.optimistic:
             self.state["last"] = zero.clone()
         if self.step.constraints is not None:
-            if int(self.step.solve(zero[0], 1.0, check=False).status) == Status.INFEASIBLE:
-                self.step.solve(zero[0], 1.0)  # raises the proof
-            limits = self.step.constraints.limits.detach()
+            constraints = self.step.constraints
+            plain = FTRLStep(mdp, self.step.regularizer, backend="torch", constraints=constraints)
+            if int(plain.solve(zero[0], 1.0, check=False).status) == Status.INFEASIBLE:
+                plain.solve(zero[0], 1.0)  # raises an error with the proof
+            limits = constraints.limits.detach()
             self.state["multipliers"] = torch.zeros_like(limits).expand(num_seeds, -1).clone()
             self.state["budget_excess"] = torch.full_like(count, -torch.inf)
 
