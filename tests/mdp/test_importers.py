@@ -244,28 +244,6 @@ def test_the_interval_has_all_rewards_and_zero(rewards, interval):
     torch.testing.assert_close(high - (high - low) * mdp.loss, mdp.reward)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "fragments"),
-    [
-        ({"transition": np.ones((4, 4, 4)) / 4}, ("transition", "both axes", "action_axis")),
-        ({"transition": np.ones((2, 3, 4))}, ("transition", "(2, 3, 4)")),
-        ({"transition": np.ones((2, 3))}, ("transition", "(2, 3)")),
-        ({"action_axis": 1}, ("action_axis=1", "(3, 5, 5)")),
-        ({"reward": np.ones((4, 3))}, ("reward", "(5, 3)", "(4, 3)")),
-        ({"reward": as_sparse(np.ones((2, 5, 5)))}, ("reward", "3 matrices")),
-        ({"transition": [np.eye(5), np.eye(4)]}, ("transition: action 1", "(5, 5)", "(4, 4)")),
-        ({"transition": 0.5 * arrays()[0]}, ("transition: state 0, action 0", "sum to 0.5")),
-        ({"reward": np.full(5, np.inf)}, ("rewards", "inf")),
-        ({"horizon": 0}, ("horizon", "0")),
-        ({"terminal": [5]}, ("terminal", "state 5")),
-    ],
-)
-def test_wrong_arrays_are_named(arguments, fragments):
-    P, R = arrays()
-    with expect(*fragments):
-        occ.LayeredMDP.from_arrays(**({"transition": P, "reward": R, "horizon": 4} | arguments))
-
-
 # -- sparse tables -----------------------------------------------------------------------------
 
 
@@ -293,22 +271,6 @@ def test_from_tables_reads_sparse_tables():
     values, index = torch.tensor([0.25, 0.75, 1.0], dtype=F64), [[0, 0, 1], [0, 0, 0]]
     twice = torch.sparse_coo_tensor(index, values, (2, 1), check_invariants=True)
     assert occ.LayeredMDP.from_tables(twice, 2).to_dense().transitions[0].tolist() == [[[1], [1]]]
-
-
-@pytest.mark.parametrize(
-    ("table", "fragments"),
-    [
-        (torch.ones(4, 3, dtype=F64), ("transition", "(S * A, S)", "(4, 3)")),
-        (torch.eye(2).long(), ("transition", "floating-point")),
-        (torch.tensor([[0.5], [1.0]], dtype=F64), ("state 0, action 0", "sum to 0.5")),
-        (torch.tensor([[0.0], [1.0]], dtype=F64), ("state 0, action 0", "sum to 0;")),
-    ],
-)
-def test_wrong_sparse_tables_are_named(table, fragments):
-    with expect(*fragments):
-        occ.LayeredMDP.from_tables(table.to_sparse(), 2)
-    with expect("transition", "list", "torch.as_tensor", error=TypeError):
-        occ.LayeredMDP.from_tables([[1.0]], 2)
 
 
 def test_gradients_reach_the_table_zeros_included():

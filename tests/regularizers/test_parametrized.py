@@ -278,26 +278,6 @@ def test_vmap_over_losses_and_parameters(level, in_dims, shapes):
     close(found.detach(), torch.stack([at(i) for i in range(count)]).detach())
 
 
-@at_all_levels
-def test_all_modes_of_differentiation_agree_with_the_built_in_twin(level):
-    """Jacobians in a batch of parameters, in reverse and forward mode, and second derivatives."""
-    mdp = MDPS["contexts"]
-    given = (random_loss(mdp, 5.0, batch=(3,)), some((3,), 1), some((3, 1), 2))
-    found = []
-    for kind in (level, "built-in"):
-        step = occ.FTRLStep(mdp, STEPS[kind](mdp, **parameters(())), backend="torch")
-        solve = solver(step, SHORT[kind])
-        reverse = torch.func.jacrev(solve, (1, 2))(*given)
-        forward = torch.func.jacfwd(solve, (1, 2))(*given)
-        slope = torch.func.grad(lambda *x: (solve(*x) ** 2).sum(), 2)  # noqa: B023
-        second = torch.func.jacrev(slope, (1, 2))(*given)
-        found.append([x.detach() for x in (*reverse, *forward, *second)])
-    for x, y in zip(*found, strict=True):
-        close(x, y, 1e-9)
-    for x, y in zip(found[0][:2], found[0][2:4], strict=True):
-        close(x, y, 1e-10)
-
-
 # -- what counts as a parameter with a batch -------------------------------------------------------
 
 
@@ -398,14 +378,6 @@ def test_a_vmap_over_the_weights_of_a_network_is_refused():
     solve = solver(occ.FTRLStep(mdp, psi), ["regularizer.network.weight"])
     with expect("nn.Linear, cannot be batched", error=NotImplementedError):
         torch.func.vmap(solve, (None, 0))(random_loss(mdp), some((2, 1, 1), 0))
-
-
-def test_tables_take_scalars():
-    class Tilted(occ.LogBarrier):
-        arg_constraints: ClassVar = {"beta": constraints.independent(constraints.positive, 1)}
-
-    with expect("Tilted: beta declares 1 event ", "SeparableRegularizer"):
-        Tilted(tensor([1.0, 2.0, 3.0]))
 
 
 def test_tune_and_leap_refuse_parameters_that_they_cannot_take():

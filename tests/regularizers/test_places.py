@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from zoo import Centred, expect
+from zoo import expect
 
 import torch_occ as occ
 from torch_occ._support.fingerprints import fingerprints
@@ -136,19 +136,3 @@ def test_they_are_saved_told_apart_and_logged():
     logged = parameters(occ.FTRL(MDP, psi), 1)
     assert logged["beta"] == pytest.approx(float(psi.beta.detach().mean()))
     assert logged["beta_least"] < logged["beta"] < logged["beta_largest"]
-
-
-def test_bad_input():  # tests/record has more
-    with expect("learning_rate: expected one rate for all pairs"):
-        occ.ReducedVariance(occ.InverseSqrt(occ.PerState(MDP, 1.0)))
-    conditional = occ.ConditionalEntropy() / occ.InverseSqrt(occ.PerPair(MDP, 1.0))
-    for backend in ("torch", "engine"):
-        with expect("one value per pair", "one value per state"):
-            occ.FTRLStep(MDP, conditional, backend=backend)(LOSS)
-    with expect("one value per state or pair", "one value per problem"):
-        occ.FTRLStep(MDP, Centred(0.5) * occ.Constant(occ.PerState(MDP, 1.0)))(LOSS)
-    step = occ.FTRLStep(MDP, occ.LogBarrier(occ.PerLayer(MDP, 1.0)), backend="torch")
-    with torch.no_grad():
-        step.regularizer.beta[1] = -1.0
-    with expect("LogBarrier: beta must satisfy ", "got -1.0"):
-        step(LOSS)

@@ -192,13 +192,6 @@ def test_batches_of_losses_and_of_entries():
 # -- what does not fit -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("regularizer", ["custom_joint", "all_levels"])
-def test_a_joint_regularizer_needs_a_dense_model(regularizer):
-    mdp, loss, t = walk()
-    with pytest.raises(ValueError, match=r"sparse.*to_dense\(\)"):
-        TorchStep(mdp, REGULARIZERS[regularizer](mdp)).solve(loss, t)
-
-
 class Largest(TorchDispatchMode):
     """The size of the largest tensor that any operation returns."""
 

@@ -188,32 +188,6 @@ def test_phases_are_the_means_that_the_processes_give():
         assert phases.noise == process.noise
 
 
-def test_what_cannot_be_forecast_is_refused():
-    mdp, mean = random_problem(0, (2, 2, 2))
-    psi = occ.jin_luo(mdp)
-
-    class Clipped(occ.ImportanceWeighted):
-        def __call__(self, feedback, q, t):
-            return super().__call__(feedback, q, t).clamp(max=3.0)
-
-    for estimator in (occ.ImplicitExploration(0.1), occ.FullInformation(), Clipped()):
-        name = type(estimator).__name__
-        message = f"estimator: {name} cannot be forecast; simulate it, or give Importance"
-        for predict in (occ.forecast, occ.leap):
-            with pytest.raises(TypeError, match=message):
-                predict(mdp, psi, mean, 100, estimator=estimator)
-        worlds = [occ.tuning.World("stochastic", mdp, mean)]
-        with pytest.raises(TypeError, match=message):
-            occ.tuning.ForecastObjective(worlds, 100, estimator=estimator)
-    with pytest.raises(ValueError, match=r"losses: entry \(0, 0\) is 1\..*; losses must be in"):
-        occ.forecast(mdp, psi, mean + 1, 100)
-    with pytest.raises(ValueError, match="SwitchingLosses has 1000 phases"):
-        occ.forecast(mdp, psi, occ.SwitchingLosses(torch.stack([mean, mean]), 1), 1000)
-    for episodes in (0, 10**13):
-        with pytest.raises(ValueError, match="episodes: expected a number from 1 to 1e12"):
-            occ.forecast(mdp, psi, mean, episodes)
-
-
 def test_a_path_without_certificate_is_not_a_number():
     mdp, mean = random_problem(0, (2, 2, 2))
     etas = torch.tensor([1.0, 1e160], dtype=torch.float64)  # the second one underflows

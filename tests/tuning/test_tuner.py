@@ -206,24 +206,6 @@ def test_the_estimator_of_an_objective_is_what_is_forecast():
         assert float(forecast) < float(occ.forecast(mdp, psi, mean, 300).final)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"worlds": []}, "worlds: expected at least one"),
-        ({"floor": 0.0}, "robustness, floor: expected positive numbers, got 4.0 and 0.0"),
-        (
-            {"reference": occ.Tsallis(0.99) / occ.Constant(1e160)},  # underflows
-            r"reference: its forecast regret in 'stochastic' is nan; it has no certificate",
-        ),
-    ],
-)
-def test_bad_objectives_are_named(options, message):
-    mdp, mean = random_problem(0, (2, 2, 2))
-    given = {"worlds": [World("stochastic", mdp, mean)], "episodes": 100}
-    with pytest.raises(ValueError, match=message):
-        ForecastObjective(**(given | options))
-
-
 def test_noise_beyond_what_is_trusted_costs_its_square():
     mdp, mean, _ = stochastic(1, 300)
     psi = occ.jin_luo(mdp, beta=0.5)

@@ -143,9 +143,9 @@ class Curves:
             ValueError: if there is no such curve, or no checkpoint was reached.
         """
         curve = self.shown[0] if curve is None else curve
-        values = self._curves().get(curve)
+        values = self.curves.get(curve)
         if values is None:
-            raise ValueError(f"curve: expected one of {list(self._curves())}, got {curve!r}")
+            raise ValueError(f"curve: expected one of {list(self.curves)}, got {curve!r}")
         if not values.shape[-1]:
             raise ValueError("history: no checkpoint was reached, so no curve has a last point")
         return Mean.of(values[:, -1].cpu())
@@ -166,11 +166,12 @@ class Curves:
             "seed": np.repeat(np.array(self.seeds), points),
             "episode": np.tile(self.episodes.numpy(), len(self.seeds)),
         }
-        columns |= {name: x.cpu().numpy().reshape(-1) for name, x in self._curves().items()}
+        columns |= {name: x.cpu().numpy().reshape(-1) for name, x in self.curves.items()}
         return pandas.DataFrame(columns)
 
-    def _curves(self) -> dict[str, Tensor]:
-        """All tensors with a value for each seed and checkpoint, by name."""
+    @property
+    def curves(self) -> dict[str, Tensor]:
+        """All curves `(N, C)` by name, as `torch.testing.assert_close` takes them."""
         shape, every = (len(self.seeds), len(self.episodes)), self._fields().items()
         return {name: x for name, x in every if isinstance(x, Tensor) and tuple(x.shape) == shape}
 
