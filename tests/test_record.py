@@ -339,6 +339,7 @@ def message(name, backend="torch"):
     more |= {"P": [*DENSE.transitions], "every": torch.ones_like(DENSE.actions), "losses": losses}
     more |= {"own": lambda **attributes: type("Process", (OwnLosses,), attributes)()}
     more |= {"q": occ.interior_point(MASKED)[None], "uniform": occ.uniform_policy(MASKED)[None]}
+    more |= {"psi_of": lambda level, **functions: type("Wrong", (level,), functions)}
     slow = type("Slow", (occ.Schedule,), {"forward": lambda self, t: 1 / (1 + t.log())})()
     more |= {
         "slow": slow,

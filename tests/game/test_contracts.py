@@ -32,16 +32,6 @@ class Proposes(occ.Learner):
         return Q[None] if t < 4 else self.bad
 
 
-def test_mass_on_an_action_that_does_not_exist_is_refused():
-    """In the last layer, no flow shows it."""
-    half = torch.full((1, 2), 0.5, dtype=torch.float64)
-    rows = torch.eye(2, 1, dtype=torch.float64)[None]
-    mdp = occ.LayeredMDP([rows], actions=torch.tensor([[True, False]]))
-    learner = type("Half", (occ.Learner,), {"propose": lambda self, t: half[None]})(mdp)
-    with pytest.raises(ValueError, match=r"action 1 is 0\.5; the state has no such action"):
-        occ.simulate(mdp, learner, occ.BernoulliLosses(half), 2)
-
-
 def test_a_q_of_moderate_accuracy_is_taken():
     for nearly in (Q[None] * (1 + 1e-7), Q[None] - 1e-9 * MDP.actions):
         assert occ.simulate(MDP, Proposes(nearly), LOSSES, 5).finished

@@ -118,6 +118,7 @@ def test_corruption_is_what_the_means_say(base, strategy, budget):
     spent = spent_on(MDP, means, play(PROCESSES[base](), 500, (0, 4))[0])
     torch.testing.assert_close(state["corruption"], spent.sum(0), rtol=1e-9, atol=1e-9)
     assert bool((state["corruption"] <= budget * (1 + 1e-12)).all())
+    assert bool(((means >= 0) & (means <= 1)).all())
     if budget in (1.3, 40.0):
         torch.testing.assert_close(spent.sum(0), tensor([budget, budget]), rtol=1e-9, atol=0)
         if strategy == "uniform":

@@ -108,7 +108,7 @@ def twin(mdp, mean, rounds=25):
 )
 def test_an_independent_program_over_all_policies_agrees(world):
     mdp, mean = few_successors(*world)
-    assert len(excursions_of(mdp, mean).hidden) > 0
+    assert len(excursions_of(mdp, mean).onward) > 0
     assert occ.limits.lower_bound(mdp, mean).value == pytest.approx(twin(mdp, mean), rel=2e-4)
 
 

@@ -119,7 +119,7 @@ class TensorBoard(Callback):
     def __init__(self, directory: str | Path, *, images_per_decade: int = 1) -> None:
         self.directory, self.images_per_decade = Path(directory), images_per_decade
         self.writer: Any = None
-        self.begun, self.known = 0, False
+        self.begun, self.known, self.monitored = 0, False, 0
         self.next_image = 1.0
 
     def on_start(self, run: Simulation) -> None:
@@ -129,7 +129,7 @@ class TensorBoard(Callback):
 
         self.begun = run.t
         self.known = run.t > 0 and any(self.directory.glob("events.out.tfevents.*"))
-        self.next_image = run.t + 1.0
+        self.next_image, self.monitored = run.t + 1.0, run.t if self.known else 0
         # A new run replaces what the directory holds; a resumed run replaces the points after
         # the episode at which it continues.
         self.writer = summary_writer(
@@ -159,6 +159,7 @@ class TensorBoard(Callback):
 
     def on_chunk(self, run: Simulation) -> None:
         # `simulate` saves the run after this. Flush first, so that a killed run leaves no gap.
+        self._monitors(run)
         try:
             self.writer.flush()
         except OSError as error:
@@ -166,6 +167,7 @@ class TensorBoard(Callback):
             raise OSError(message) from error
 
     def on_end(self, run: Simulation, history: History) -> None:
+        self._monitors(run)
         if len(history.episodes) and not (self.known and run.t == self.begun):
             who = f"{type(run.learner).__name__}, {len(run.seeds)} seeds"
             image = pixels(regret_figure(history, title=f"{who}: mean and 95 % band"))
@@ -189,7 +191,7 @@ class TensorBoard(Callback):
             values["Regret/over_log_T"] = values["Regret/mean"] / math.log(t)
         if "corruption" in run.process_state:
             values["Regret/spent_corruption"] = float(now["corruption"].mean())
-        if run.learner.diagnostics():
+        if run.learner.diagnostics() or bool(now["newton_steps"].any()):
             values["solver/newton_steps"] = float(now["newton_steps"].mean())
             for name in ("dual_residual", "flow_residual"):
                 values[f"solver/{name}"] = float(now[name].amax())
@@ -259,6 +261,13 @@ class TensorBoard(Callback):
         value = Summary.Value(tag=metadata.EXPERIMENT_TAG, metadata=about)
         self.writer.file_writer.add_summary(Summary(value=[value]), 0)
         self.writer.file_writer.add_summary(first, 0)
+
+    def _monitors(self, run: Simulation) -> None:
+        """Log the numbers of other callbacks: each monitor has them by episode, after one."""
+        for monitor in run.monitors:
+            for t, values in monitor(self.monitored).items():
+                self._scalars(values, t)
+        self.monitored = run.t
 
     def _scalars(self, values: dict[str, float], t: int) -> None:
         for tag, value in values.items():

@@ -8,7 +8,7 @@ import operator
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -362,6 +362,7 @@ class Simulation:
         self.recorded: list[int] = []
         self.times: list[float] = []
         self.curves: dict[str, list[Tensor]] = {name: [] for name in _CURVES}
+        self.monitors: list[Callable[[int], dict[int, dict[str, float]]]] = []  # for TensorBoard
         self.player = choose_player(backend, mdp, learner, losses)
         if backend == "torch" and isinstance(learner, FTRL):
             learner.step.use("torch")
