@@ -49,7 +49,7 @@ def test_o_reps_where_there_is_nothing_to_choose():
 
 @pytest.mark.parametrize(
     ("psi", "problem"),
-    [(occ.jin_luo, "layers"), (lambda _: 20 * occ.Shannon(), "masked"), (occ.jin_luo, "sparse")],
+    [(occ.jin_luo, "layers"), (lambda _: 5 * occ.Tsallis(), "masked"), (occ.jin_luo, "sparse")],
 )
 def test_a_learner_with_budgets_meets_them_in_every_episode(psi, problem):
     """Both backends play the same game, and a seed has the same bits in any company."""
@@ -74,6 +74,7 @@ def test_a_learner_with_budgets_meets_them_in_every_episode(psi, problem):
     assert -1e-6 < float(found["engine"]["budget_excess"].max()) < 1e-13
     assert not bool(found["engine"]["multipliers"][:, 2].any())
     assert bool(found["engine"]["multipliers"][:, :2].any(-1).all())
+    assert occ.FTRL(mdp, occ.Shannon(), constraints=budgets).why_not_compiled(mdp)
     with pytest.raises(ValueError, match="budgets without a batch"):
         occ.FTRL(mdp, psi(mdp), constraints=occ.Budgets(costs[None], budgets.limits))
     learner = occ.FTRL(mdp, psi(mdp), constraints=occ.Budgets(costs, 0 * budgets.limits))
