@@ -63,7 +63,9 @@ LEARNERS = {
     "euler": lambda mdp: occ.rivals.StrongEuler(mdp, 0.1),
     "optimistic": occ.OptimisticValueIteration,
     "leader": occ.FollowTheLeader,
-    "best": lambda mdp: occ.FixedPolicy.best_in_hindsight(mdp, random_loss(mdp, seed=1)),
+    "best": lambda mdp: occ.FixedPolicy(
+        mdp, occ.optimal_policy(mdp, random_loss(mdp, seed=1)).policy
+    ),
 }
 
 

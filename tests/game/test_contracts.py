@@ -10,7 +10,6 @@ import torch
 from zoo import PROBLEMS, Kept, random_loss
 
 import torch_occ as occ
-from torch_occ.game.checks import uncertified_is_handled
 from torch_occ.game.losses import Stationary
 from torch_occ.mdp.occupancy import interior_point, occupancy
 
@@ -145,12 +144,6 @@ def test_a_regularizer_that_is_not_convex_is_warned_of_and_an_error_if_asked_for
         warnings.simplefilter("error", occ.game.UncertifiedWarning)
         with pytest.raises(occ.game.UncertifiedWarning, match="episode 1"):
             occ.simulate(MDP, occ.FTRL(MDP, Concave()), LOSSES, 20)
-
-
-def test_who_handles_it_is_not_warned():
-    with uncertified_is_handled():
-        history = occ.simulate(MDP, occ.FTRL(MDP, Concave()), LOSSES, 2)
-    assert int(history.uncertified[0, -1]) == 2
 
 
 # -- the caller's learner ----------------------------------------------------------------------

@@ -107,11 +107,10 @@ def test_they_are_tuned_entry_by_entry():
     rate = occ.InverseSqrt(occ.PerLayer(MDP, 1.0))
     psi = occ.Tsallis() / rate + occ.LogBarrier(occ.PerState(MDP, 2.0))
     objective = occ.tuning.ForecastObjective([occ.tuning.World("random", MDP, MEAN)], 1000)
-    options = {"only": ["gamma", "beta"], "bounds": {"beta[0]": (1.5, 2.5)}}
+    options = {"only": ["gamma", "beta"], "bounds": {"beta": (1.5, 2.5)}}
     tuned = occ.tune(objective, psi, steps=2, starts=2, **options)
     assert tuned.path.shape == (3, 2, L + S)
-    assert "gamma[1]" in tuned.names[1]
-    assert "terms.1.beta[6]" in tuned.parameters
+    assert [len(x) for x in tuned.parameters.values()] == [L, S]
     assert "7 numbers from" in str(tuned)
     with torch.no_grad():
         assert tuned.value < float(objective(psi).value)
@@ -119,9 +118,7 @@ def test_they_are_tuned_entry_by_entry():
         assert float(objective(psi).value) == pytest.approx(tuned.value, rel=1e-9)
     beta = psi.terms[1].beta.detach().clone()
     assert beta.unique().numel() > 1
-    assert 1.5 <= float(beta[0]) <= 2.5
-    occ.tune(objective, psi, steps=1, starts=1, only=["beta[3]"]).load_into(psi)
-    assert [i for i in range(S) if psi.terms[1].beta[i] != beta[i]] == [3]
+    assert bool(((beta >= 1.5) & (beta <= 2.5)).all())
 
 
 def test_they_are_saved_told_apart_and_logged():

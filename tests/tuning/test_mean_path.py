@@ -6,7 +6,7 @@ from zoo import random_loss, random_problem, trajectories
 
 import torch_occ as occ
 from torch_occ.step.implicit import Linearization
-from torch_occ.tuning.forecast import Estimates, phases_of, second_moment
+from torch_occ.tuning.forecast import phases_of, second_moment
 
 
 @pytest.mark.parametrize("height", [0.0, 0.5, 1.0])
@@ -28,12 +28,12 @@ def test_second_moment_equals_the_sum_over_all_trajectories(height):
                 )
                 expected[i, j] += p * square / (weights[i] * weights[j])
     assert torch.allclose(
-        second_moment(mdp, q, Estimates(mean, "bernoulli", baseline)),
+        second_moment(mdp, q, mean, "bernoulli", baseline),
         expected,
         rtol=1e-12,
         atol=1e-12,
     )
-    apart = expected - second_moment(mdp, q, Estimates(mean, "none", baseline))
+    apart = expected - second_moment(mdp, q, mean, "none", baseline)
     assert torch.allclose(apart, torch.diag((flat - flat**2) / weights), atol=1e-12)
 
 
@@ -89,7 +89,7 @@ def test_drift_and_stability_equal_plain_sums_over_every_episode(estimator):
     )
     flat, b = mean.flatten(), baseline.flatten(1)
     increments = (
-        second_moment(mdp, q, Estimates(mean, "bernoulli", baseline))
+        second_moment(mdp, q, mean, "bernoulli", baseline)
         - (flat - b)[:, :, None] * (flat - b)[:, None]
     )
     Pi, second = linear.dense(), increments + flat[:, None] * flat

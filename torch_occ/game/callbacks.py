@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from torch_occ._support.choices import extra, progress_bar, summary_writer
+from torch_occ._support.files import write_atomically
 from torch_occ.game.figures import configuration, occupancy_figure, pixels, regret_figure
 from torch_occ.game.history import Band, band
 from torch_occ.game.learners import Learner
@@ -78,8 +78,7 @@ class ProgressBar(Callback):
         self.bar.close()
 
 
-#: Columns of the HParams dashboard: the first parameters, and the curves whose last value is shown.
-_COMPARED = ("learner", "losses", "alpha", "beta", "gamma")
+#: The curves whose last value the HParams dashboard shows.
 _METRICS = ["Regret/mean", "Regret/mean_lower", "Regret/mean_upper", "Regret/realised_mean"]
 _METRICS += ["policy/distance_to_optimal", "solver/uncertified"]
 
@@ -123,7 +122,12 @@ class TensorBoard(Callback):
         self.next_image = 1.0
 
     def on_start(self, run: Simulation) -> None:
-        _check_directory(self.directory)
+        try:
+            write_atomically(self.directory / "events", lambda _: None, rehearse=True)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            message = f"TensorBoard cannot write here ({reason}); name another directory"
+            raise OSError(error.errno, message, str(self.directory)) from error
         with extra("experiments", "the TensorBoard callback needs tensorboard and matplotlib"):
             import matplotlib  # noqa: F401  (fail here if it is missing, not at the first image)
 
@@ -202,10 +206,7 @@ class TensorBoard(Callback):
         return values
 
     def _policy(self, run: Simulation) -> dict[str, float]:
-        """Entropy of the policy, and its distance to the best policy for the first t episodes.
-
-        All are means over seeds and layers.
-        """
+        """Means over seeds and layers; the best policy is that of the first t episodes."""
         mdp, q, mean = run.mdp, run.q, run.sums["total_mean"] / run.t
         best = occupancy(mdp, optimal_policy(mdp, mean).policy)
         policy = policy_of(mdp, q)
@@ -224,12 +225,7 @@ class TensorBoard(Callback):
         self.writer.add_image("policy/q", image, run.t, dataformats="HWC")
 
     def _hparams(self, run: Simulation, moment: Literal["start", "end"]) -> None:
-        """Write the parameters and metrics of a run for the HParams dashboard.
-
-        The dashboard shows every column that at least one run declares.
-        """
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+        """Write the parameters and metrics of a run for the HParams dashboard."""
         from torch.utils.tensorboard.summary import hparams
 
         values = {
@@ -245,22 +241,9 @@ class TensorBoard(Callback):
         values |= {name: x for name, x in own if name != "learning_rate"}
         simple = bool | int | float | str
         values |= {name: x for name, x in run.config.items() if isinstance(x, simple)}
-        _, first, last = hparams(values, {})
-        if moment == "end":
-            self.writer.file_writer.add_summary(last, 0)
-            return
-        columns = [
-            api_pb2.HParamInfo(name=name, differs=name in _COMPARED)
-            for name in dict.fromkeys((*_COMPARED, *values))
-        ]
-        metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in _METRICS]
-        data = plugin_data_pb2.HParamsPluginData(
-            experiment=api_pb2.Experiment(hparam_infos=columns, metric_infos=metrics)
-        )
-        about = metadata.create_summary_metadata(data)
-        value = Summary.Value(tag=metadata.EXPERIMENT_TAG, metadata=about)
-        self.writer.file_writer.add_summary(Summary(value=[value]), 0)
-        self.writer.file_writer.add_summary(first, 0)
+        *start, end = hparams(values, dict.fromkeys(_METRICS, 0.0))
+        for summary in start if moment == "start" else [end]:
+            self.writer.file_writer.add_summary(summary, 0)
 
     def _monitors(self, run: Simulation) -> None:
         """Log the numbers of other callbacks: each monitor has them by episode, after one."""
@@ -274,26 +257,11 @@ class TensorBoard(Callback):
             self.writer.add_scalar(tag, value, t)
 
 
-def _check_directory(directory: Path) -> None:
-    """Create the directory and write a test file there; raise an OSError if that fails."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory) as file:
-            file.write(b"events")
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        message = f"TensorBoard cannot write here ({reason}); name another directory"
-        raise OSError(error.errno, message, str(directory)) from error
-
-
 # -- the numbers of a learner ------------------------------------------------------------------
 
 
 def parameters(learner: Learner, t: int) -> dict[str, float]:
-    """Every number that a learner has, by its name, and learning rates at episode t.
-
-    A second number of the same name gets the suffix _2, and so on.
-    """
+    """Every number that a learner has, by its name (with _2, ...), and rates at episode t."""
     found: dict[str, float] = {}
     counts: Counter[str] = Counter()
     for name, value in _numbers(learner, t):
