@@ -417,7 +417,7 @@ def descend_within(
     """
     budgets, tolerance, wanted, m = solver.budgets, solver.tolerance, running, len(solver.budgets.y)
     status, steps, decrement, flow, dual = MAX_STEPS + 0.0, 0.0, 0.0, 0.0, 0.0
-    most = COARSE * tolerance * least_unit(solver.terms, solver.weights) / EPS
+    most = COARSE * tolerance * least_unit(model, solver.terms, solver.weights) / EPS
     for _ in range(TRIALS):
         put_prices(budgets, loss)
         found = descend(model, solver, budgets.priced, running, work)
