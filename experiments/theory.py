@@ -60,10 +60,10 @@ def environments(args: Args) -> dict[str, occ.LossProcess]:
 def play(args: Args, losses: occ.LossProcess, directory: Path) -> dict[str, Tensor]:
     """One game of `alg:main_alg` under the certificate; its curves, `(seeds, C)` each."""
     mdp, _ = args.problem()
-    board = occ.TensorBoard(directory, images_per_decade=0) if args.tensorboard else None
-    certificate = theory.Certificate(board)
+    certificate = theory.Certificate()
     learner, seeds = occ.FTRL(mdp, occ.jin_luo(mdp)), range(args.seed, args.seed + args.seeds)
-    callbacks = [*([board] if board else []), certificate]
+    board = [occ.TensorBoard(directory, images_per_decade=0)] if args.tensorboard else []
+    callbacks = [certificate, *board]
     occ.simulate(mdp, learner, losses, args.episodes, seeds, callbacks=callbacks)
     return certificate.curves
 

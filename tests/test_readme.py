@@ -5,9 +5,9 @@ import re
 from contextlib import redirect_stdout
 
 import pytest
-from badges import FOLDER, badges
 from documents import ROOT, anchors, documented
 
+from notebooks.badges import FOLDER, badges
 from torch_occ import Status, __version__
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -54,7 +54,7 @@ def test_lines_are_short(page):
 
 def test_badges_say_what_pyproject_says():
     found = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.svg")}
-    assert found == badges(), "run: python tests/helpers/badges.py"
+    assert found == badges(), "run: python notebooks/badges.py"
     shown = re.findall(r"!\[([^]]*)\]\(docs/images/badges/(\w+\.svg)\)", README)
     titles = {name: re.search("<title>(.*)</title>", text)[1] for name, text in badges().items()}
     assert {name for _, name in shown} == set(badges())

@@ -1,9 +1,10 @@
 """The record: what the package computed before its restructuring, seen through the public face.
 
-tests/record/cases.toml says what is recorded, `python tests/test_record.py --write` writes numbers
-and messages beside it, and the tests compare: steps and gradients agree to 1e-12, other numbers to
-1e-9, messages to the word and histories to the bit. tests/record/changed.json names what changed
-since, with the tolerance that holds instead, or null if nothing can be compared, and the reason.
+tests/record/cases.toml says what is recorded. `python tests/test_record.py --write`, with
+tests/helpers on the path, writes numbers and messages beside it, and the tests compare: steps and
+gradients agree to 1e-12, other numbers to 1e-9, messages to the word and histories to the bit.
+tests/record/changed.json names what changed since, with the tolerance that holds instead, or null
+if nothing can be compared, and the reason.
 """
 
 import hashlib
@@ -13,15 +14,15 @@ import sys
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
-from torch.distributions import constraints
+from zoo import Centred, Coupled, SmoothedHybrid, masked
 
 import torch_occ as occ
 from experiments import statements
+from torch_occ.game.checks import DIAGNOSTICS
 
 EDGES = ("sa", "sb", "ab", "at", "bt", "st")
 RECORD, F64 = Path(__file__).parent / "record", torch.float64
@@ -46,14 +47,7 @@ def counting(size):
 DENSE = occ.LayeredMDP.random(3, 3, 3, seed=1)
 WIDE = occ.LayeredMDP.random(4, 5, 2, seed=3)
 FOUR = [occ.LayeredMDP.random(3, 3, 3, seed=seed).transitions for seed in range(4)]
-MASKED = occ.LayeredMDP(
-    [
-        torch.tensor([[[0.25, 0.75], [1.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]]], dtype=F64),
-        torch.ones(2, 2, 1, dtype=F64),
-    ],
-    actions=torch.tensor([[True, True], [True, False], [True, True], [False, True]]),
-    initial=torch.tensor([0.7, 0.3], dtype=F64),
-)
+MASKED = masked().mdp
 PROBLEMS = {  # the MDP, and the batch shape of losses
     "dense": (DENSE, ()),
     "sparse": (DENSE.to_sparse(), ()),
@@ -65,50 +59,23 @@ PROBLEMS = {  # the MDP, and the batch shape of losses
 }
 
 
-class Own(occ.Regularizer):
-    """A user's regularizer with one parameter."""
-
-    arg_constraints: ClassVar = {"weight": constraints.positive}
-
-    def __init__(self, weight):
-        super().__init__(weight=weight)
+class Empty(occ.SeparableRegularizer):
+    """A regularizer without terms."""
 
 
-class OwnSeparable(Own, occ.SeparableRegularizer):
-    pair = staticmethod(lambda x: x * x.log() - x.sqrt())
-    complement = staticmethod(lambda x: 1 / (0.5 + x))
-
-    def rest(self, x):
-        return -self.weight * (x + 0.1).log()
-
-    def state(self, x):
-        return self.weight * x**2
-
-
-class OwnStatewise(Own, occ.StatewiseRegularizer):
-    def per_state(self, q):
-        centred = (q - q.mean(-1, keepdim=True)).square().sum(-1)
-        return (q * q.log()).sum(-1) + self.weight * centred + (1 + q).prod(-1).log() ** 2
-
-
-class OwnJoint(Own, occ.JointRegularizer):
-    def joint(self, q):
-        positive = torch.where(q > 0, q, 1.0)
-        rank = 1 + counting(q.shape[-2] * q.shape[-1]).reshape(q.shape[-2:])
-        entropy = (positive * positive.log()).sum((-2, -1))
-        return entropy + self.weight * (q / rank).sum((-2, -1)) ** 2
-
-
-class Empty(Own, occ.SeparableRegularizer):
-    pass
-
-
-OWN = {kind.__name__: kind for kind in (OwnSeparable, OwnStatewise, OwnJoint, Empty)}
+OWN = {"Empty": Empty, "OwnSeparable": SmoothedHybrid, "OwnStatewise": Centred, "OwnJoint": Coupled}
 
 
 def evaluate(section, name, mdp=DENSE, **more):
     """The case of this name, for this MDP."""
-    names = OWN | {"occ": occ, "torch": torch, "table": table, "mdp": mdp, "T": EPISODES}
+    names = OWN | {
+        "__name__": __name__,
+        "occ": occ,
+        "torch": torch,
+        "table": table,
+        "mdp": mdp,
+        "T": EPISODES,
+    }
     names |= {"mean": table(mdp, seed=1), "tables": table(mdp, 5, seed=2)}
     if section in ("regularizers", "own", "model"):
         names |= {"states": counting(mdp.num_states), "actions": counting(mdp.num_actions)}
@@ -334,7 +301,33 @@ def put(x, index, value):
     return x
 
 
-def message(name):
+class OwnLosses(occ.LossProcess):
+    def means(self, mdp, state, t0, n, q):
+        return table(mdp)[None, None], state
+
+
+def contract(mdp=MASKED, losses=None, estimator=None, **methods):
+    """Play a learner with these methods, or FTRL with this estimator."""
+    learner = type("Mine", (occ.Learner,), methods)(mdp)
+    if not methods:
+        own = {} if estimator is None else {"__call__": estimator}
+        learner = occ.FTRL(mdp, occ.Tsallis(), type("Own", (occ.ImportanceWeighted,), own)())
+    losses = occ.BernoulliLosses(table(MASKED, seed=1)) if losses is None else losses
+    return occ.simulate(MASKED, learner, losses, 5, (5, 9))
+
+
+def late(good, bad):
+    return lambda self, t: good if t < 4 else bad
+
+
+def charges(bad):
+    def means(self, mdp, state, t0, n, q):
+        return (table(MASKED)[None, None], state) if t0 < 4 else bad
+
+    return type("Charges", (occ.LossProcess,), {"stride": 3, "means": means})()
+
+
+def message(name, backend="torch"):
     """The type and the words of the error."""
     lost = [torch.tensor([[[0.0, 1.0]] * 2] * 2, dtype=F64), torch.ones(2, 2, 1, dtype=F64)]
     leader, losses = occ.FollowTheLeader(DENSE), evaluate("losses", "bernoulli")
@@ -343,7 +336,21 @@ def message(name):
     more |= {"leader": leader, "play": lambda **bad: occ.simulate(DENSE, **good | bad)}
     more |= {"masked": MASKED, "loss": table(MASKED, seed=1), "costs": table(MASKED, 2, seed=2)}
     more |= {"ones": torch.ones(4, 2, dtype=F64), "caps": torch.ones(2, dtype=F64)}
-    more |= {"step": occ.FTRLStep(MASKED, occ.jin_luo(MASKED, beta=0.5), backend="torch")}
+    more |= {"P": [*DENSE.transitions], "every": torch.ones_like(DENSE.actions), "losses": losses}
+    more |= {"own": lambda **attributes: type("Process", (OwnLosses,), attributes)()}
+    more |= {"q": occ.interior_point(MASKED)[None], "uniform": occ.uniform_policy(MASKED)[None]}
+    more |= {"psi_of": lambda level, **functions: type("Wrong", (level,), functions)}
+    slow = type("Slow", (occ.Schedule,), {"forward": lambda self, t: 1 / (1 + t.log())})()
+    more |= {
+        "slow": slow,
+        "contract": contract,
+        "late": late,
+        "charges": charges,
+        "steps": DIAGNOSTICS[:4],
+    }
+    step = occ.FTRLStep(MASKED, occ.jin_luo(MASKED, beta=0.5), backend=backend)
+    more |= {"step": step, "shown": lambda *given, mdp=None: occ.negative_log_likelihood(
+        step, more["loss"], *map(torch.as_tensor, given), 3, mdp=mdp)}  # fmt: skip
     try:
         evaluate("errors", name, **more)
     except Exception as error:
@@ -488,7 +495,10 @@ def test_a_continued_run_is_the_uninterrupted_one(name, tmp_path):
 
 @pytest.mark.parametrize("name", CASES["errors"])
 def test_messages(name):
-    assert message(name) == json.loads((RECORD / "messages.json").read_text())[name]
+    expected = json.loads((RECORD / "messages.json").read_text())[name]
+    assert message(name) == expected
+    if CASES["errors"][name].startswith("step("):
+        assert message(name, "engine") == expected
 
 
 def well_conditioned(cases):

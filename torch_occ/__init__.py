@@ -9,9 +9,9 @@ what the packages `mdp`, `game` and `tuning` list.
 # The imports follow the order of the packages: each line needs only those above it.
 
 import importlib as _importlib
-import warnings as _warnings
 from typing import Any as _Any
 
+from torch_occ._support.choices import former as _former
 from torch_occ._support.version import VERSION as __version__  # noqa: F401, N811
 
 # The model
@@ -128,48 +128,30 @@ _MOVED = {
 #: Names that were removed, and what to use instead.
 _GONE = {
     "CorrectedFTRL": "it had linear regret where losses change once; use occ.ShiftedFTRL(mdp)",
-    "AdaptiveFTRL": "use occ.ShiftedFTRL(mdp), or occ.FTRL.tsallis(mdp)",
-    "AdaptiveRates": "use occ.ShiftedFTRL(mdp), or occ.FTRL.tsallis(mdp)",
-    "Rates": "use occ.ShiftedFTRL(mdp), or occ.FTRL.tsallis(mdp)",
-    "Hints": "use occ.ShiftedFTRL(mdp), whose hints are means",
-    "MeanHints": "use occ.ShiftedFTRL(mdp), whose hints are means",
-    "GradientHints": "use occ.ShiftedFTRL(mdp), whose hints are means",
-    "StabilityPenaltyMatching": "use occ.ShiftedFTRL(mdp), or occ.FTRL.tsallis(mdp)",
-    "Estimate": "experiments/meta_gradients.py has estimates of gradients through a run",
-    "Gradients": "experiments/meta_gradients.py has estimates of gradients through a run",
+    "AdaptiveFTRL AdaptiveRates Rates StabilityPenaltyMatching": (
+        "use occ.ShiftedFTRL(mdp), or occ.FTRL.tsallis(mdp)"
+    ),
+    "Hints MeanHints GradientHints": "use occ.ShiftedFTRL(mdp), whose hints are means",
+    "Estimate Gradients": "experiments/meta_gradients.py has gradients through a run",
     "finite_differences": "differentiate occ.forecast, or play occ.simulate twice, same seeds",
     "leap_smoothly": "use occ.leap for the regret and occ.forecast for its gradient",
     "run_gradients": "differentiate occ.forecast; experiments/meta_gradients.py has the run's own",
-    "KLProjection": "occ.rivals.UOBREPS projects; use cvxpy for a projection by itself",
-    "Projection": "occ.rivals.UOBREPS projects; use cvxpy for a projection by itself",
-    "self_bounding": "use occ.theory.self_bounding_condition",
-    "SelfBounding": "use occ.theory.self_bounding_condition",
+    "KLProjection Projection": "occ.rivals.UOBREPS projects; use cvxpy for a projection by itself",
+    "self_bounding SelfBounding": "use occ.theory.self_bounding_condition",
     "RewardMap": "imported MDPs have mdp.reward_range, mdp.loss and mdp.regret_in_rewards",
     "OSSB": "occ.rivals.Thompson has less regret; occ.limits.lower_bound has the limit",
     "Bonus": "occ.rivals.UnknownFTRL(mdp, psi, widths=..., bonus=True) has that of its widths",
     "upper_occupancy": "occ.rivals.UOBREPS and UnknownFTRL use such bounds",
     "PolicyOptimization": "use occ.FTRL.tsallis, which has less regret",
-    "predict": "use occ.forecast where it is reliable, and occ.leap elsewhere",
-    "Prediction": "use occ.forecast where it is reliable, and occ.leap elsewhere",
-} | dict.fromkeys(
-    ("refine", "tune_and_refine", "Recipe", "Refined", "Guard", "Verdict"), "use occ.tune"
-)
+    "predict Prediction": "use occ.forecast where it is reliable, and occ.leap elsewhere",
+    "refine tune_and_refine Recipe Refined Guard Verdict": "use occ.tune",
+}
 
 
 def __getattr__(name: str) -> _Any:
     if name in _PACKAGES:
         return _importlib.import_module(f"torch_occ.{name}")
-    for package, names in _MOVED.items():
-        if name in names.split():
-            _warnings.warn(
-                f"torch_occ.{name} is torch_occ.{package}.{name} now",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            return getattr(_importlib.import_module(f"torch_occ.{package}"), name)
-    if name in _GONE:
-        raise AttributeError(f"torch_occ.{name} was removed: {_GONE[name]}")
-    raise AttributeError(f"module 'torch_occ' has no attribute {name!r}")
+    return _former(__name__, name, _MOVED, _GONE)
 
 
 def __dir__() -> list[str]:

@@ -24,9 +24,9 @@ its gap contributes nothing, since no table lets it be optimal.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -86,36 +86,30 @@ LARGEST = 50_000_000
 
 @dataclass(frozen=True)
 class Excursions:
-    """Entries and hidden states of an MDP with mean losses; E entries, U hidden states."""
+    """Entries and hidden states of an MDP with mean losses; E entries, U hidden states.
 
-    shape: torch.Size  # (S, A)
-    entries: Ints  # (E,), the number s * A + a of each entry
-    hidden: Ints  # (U,), hidden states in layer order
-    depth: Ints  # (U,), the layer of each
-    mean: Floats  # (E + U * A,), by variable
-    gap: Floats  # (E + U * A,), Q(s,a) - V(s)
-    exists: Bools  # (E + U * A,); False for masked pairs
+    The V = E + U A variables are the entries, and the pairs of hidden states in layer order.
+    """
+
+    pairs: Ints  # (V,), the number s * A + a of each variable
+    mean: Floats  # (V,)
+    gap: Floats  # (V,), Q(s,a) - V(s)
+    exists: Bools  # (V,); False for masked pairs
     first: Floats  # (E, U), P(hidden state | entry)
     onward: Floats  # (U, A, U), transitions between hidden states
-    reach: Floats  # (U, U), the largest probability of getting from one hidden state to another
+    layers: list[slice]  # the hidden states of each layer
 
-    @property
-    def num_actions(self) -> int:
-        return self.onward.shape[1]
+    @cached_property
+    def reach(self) -> Floats:
+        """The largest probability, over policies, of getting from one hidden state to another."""
+        found = np.eye(len(self.onward))
+        for here in reversed(self.layers):
+            found[here] = np.maximum(found[here], (self.onward[here] @ found).max(1))
+        return found
 
-    def table(self, x: Floats) -> Tensor:
-        """Put a vector of variables on its pairs: `(E + U * A,)` -> `(S, A)`."""
-        own = self.hidden[:, None] * self.num_actions + np.arange(self.num_actions)
-        found = torch.zeros(self.shape.numel(), dtype=torch.float64)
-        found.numpy()[np.concatenate([self.entries, own.ravel()])] = np.where(self.exists, x, 0.0)
-        return found.view(self.shape)
-
-    def balance(self) -> Floats:
-        """The flow constraints `(U, E + U * A)`: what a hidden state plays minus what arrives."""
-        U, A = len(self.hidden), self.num_actions
-        played = np.kron(np.eye(U), np.ones(A))
-        arriving = np.concatenate([self.first.T, self.onward.reshape(U * A, U).T], 1)
-        return np.concatenate([np.zeros((U, len(self.entries))), played], 1) - arriving
+    def on_states(self, x: NDArray[Any]) -> NDArray[Any]:
+        """The part of a vector of variables that belongs to hidden states, `(U, A)`."""
+        return x[len(self.first) :].reshape(self.onward.shape[:2])
 
 
 def excursions_of(mdp: LayeredMDP, mean: Tensor) -> Excursions:
@@ -123,9 +117,8 @@ def excursions_of(mdp: LayeredMDP, mean: Tensor) -> Excursions:
     plan = optimal_policy(mdp, torch.where(mdp.actions, mean, 0.0))
     limit = TIE * plan.value.abs().clamp(min=1.0).unsqueeze(-1)
     optimal = mdp.actions & (plan.gaps <= limit)
-    visited = _visited(mdp, optimal)
-    entry = mdp.actions & ~optimal & visited.unsqueeze(-1)
-    hidden = mdp.reachable & ~visited
+    visited = LayeredMDP(mdp.transitions, actions=optimal, initial=mdp.initial).reachable
+    entry, hidden = mdp.actions & ~optimal & visited.unsqueeze(-1), mdp.reachable & ~visited
     count, num_actions = int(hidden.sum()), mdp.num_actions
     if count * num_actions * count > LARGEST:
         raise ValueError(
@@ -133,59 +126,33 @@ def excursions_of(mdp: LayeredMDP, mean: Tensor) -> Excursions:
             f"of regret is computed with a table of {count:,} x {num_actions} x {count:,} numbers, "
             f"and {LARGEST:,} are the most; use a smaller MDP"
         )
-    place = hidden.cumsum(0) - 1  # the number of a hidden state among the hidden ones
-    first = np.zeros((int(entry.sum()), count))
-    onward = np.zeros((count, num_actions, count))
-    number = (entry.flatten().cumsum(0) - 1).view_as(entry)
-    for k, here in enumerate(mdp.layer_slices[:-1]):
-        there = mdp.layer_slices[k + 1]
-        into = hidden[there]
-        if not bool(into.any()):
-            continue
-        columns = place[there][into].numpy()
-        rows = mdp.layers[k].dense.detach()[..., into]  # (S_k, A, hidden states of layer k + 1)
-        chosen, out = entry[here], hidden[here]
-        first[np.ix_(number[here][chosen].numpy(), columns)] = rows[chosen].numpy()
-        index = np.ix_(place[here][out].numpy(), np.arange(num_actions), columns)
-        onward[index] = rows[out].numpy()
+    starts, onward = [], np.zeros((count, num_actions, count))
+    ends = [0, *torch.stack([part.sum() for part in mdp.split(hidden, 0)]).cumsum(0).tolist()]
+    layers = [slice(*both) for both in pairwise(ends)]
+    slices = (*mdp.layer_slices, slice(0))
+    for k, layer in enumerate(mdp.layers):
+        into, here = hidden[slices[k + 1]], slices[k]
+        rows = torch.zeros(here.stop - here.start, num_actions, 0, dtype=torch.float64)
+        if bool(into.any()):
+            rows = layer.dense.detach()[..., into]  # (S_k, A, hidden states of layer k + 1)
+            onward[layers[k], :, layers[k + 1]] = rows[hidden[here]]
+        chosen = np.zeros((int(entry[here].sum()), count))
+        chosen[:, ends[k + 1] : ends[k + 1] + rows.shape[-1]] = rows[entry[here]]
+        starts.append(chosen)
 
     def vector(table: Tensor) -> NDArray[Any]:
         """The variables of a table `(S, A)`."""
         return torch.cat([table[entry], table[hidden].flatten()]).numpy()
 
-    depth = mdp.layer[hidden].numpy()
     return Excursions(
-        shape=mdp.actions.shape,
-        entries=entry.flatten().nonzero().squeeze(-1).numpy(),
-        hidden=hidden.nonzero().squeeze(-1).numpy(),
-        depth=depth,
-        mean=vector(torch.where(mdp.actions, mean, 0.0)),
-        gap=vector(plan.gaps),
-        exists=vector(mdp.actions),
-        first=first,
-        onward=onward,
-        reach=_reach(onward, mdp.actions[hidden].numpy(), depth),
+        vector(torch.arange(entry.numel()).view(entry.shape)),
+        vector(torch.where(mdp.actions, mean, 0.0)),
+        vector(plan.gaps),
+        vector(mdp.actions),
+        np.concatenate(starts),
+        onward,
+        layers,
     )
-
-
-def _visited(mdp: LayeredMDP, optimal: Tensor) -> Tensor:
-    """Whether some policy with optimal actions only visits a state, `(S,)`."""
-    flags = [mdp.initial.detach() > 0]
-    played = mdp.split(optimal, -2)
-    for layer, actions in zip(mdp.layers[:-1], played[:-1], strict=True):
-        mass = (flags[-1].unsqueeze(-1) & actions).to(mdp.dtype)
-        flags.append(layer.arrive(mass).detach() > 0)
-    return torch.cat(flags)
-
-
-def _reach(onward: Floats, actions: Bools, depth: Ints) -> Floats:
-    """The largest probability, over policies, of getting from one hidden state to another."""
-    found = np.eye(len(onward))
-    for k in sorted(set(depth.tolist()), reverse=True):
-        here = depth == k
-        ahead = np.where(actions[here][:, :, None], onward[here] @ found, 0.0)
-        found[here] = np.maximum(found[here], ahead.max(1))
-    return found
 
 
 # -- The alternative that the fewest observations rule out, by branch and bound --------------------
@@ -208,14 +175,14 @@ def _reach(onward: Floats, actions: Bools, depth: Ints) -> Floats:
 # w] bounds it from below, and the minimum over the rest of the policy is backward induction.
 # Branching fixes the actions of hidden states in layer order.
 
-#: The range of log theta, and the steps of bisection for a bound and for an alternative. Every
-#: theta gives a valid bound, flat at the best one: an error of 1e-4 changes it by 1e-8.
-_RANGE, _COARSE, _FINE = (-32.0, 40.0), 20, 50
+#: The range of log theta, and the steps of bisection: an error of 3e-7. Every theta gives a bound.
+_RANGE, _STEPS = (-32.0, 40.0), 28
 
 #: Fewer observations than this count as this many; none would make theta w / n infinite.
 _FEWEST = 1e-12
-#: A lower bound of the information as a function of log theta `(B,)`, and its derivative by theta.
-Dual = Callable[[Floats], tuple[Floats, Floats]]
+
+#: Nodes that are bounded together.
+_BATCH = 256
 
 
 class Nodes(NamedTuple):
@@ -230,170 +197,121 @@ class Nodes(NamedTuple):
         """Some of the nodes."""
         return Nodes._make(part[rows] for part in self)
 
-    def join(self, other: Nodes) -> Nodes:
-        """All nodes of both."""
-        return Nodes._make(map(np.concatenate, zip(self, other, strict=True)))
 
-
-class Alternatives(NamedTuple):
-    """The outcome of a search."""
-
-    least: float  # a lower bound of the information about every confusing alternative
-    exhaustive: bool  # whether no excursion was left out
-    cuts: Floats  # (K, E + U * A), kl of confusing alternatives with little information
-
-
-@dataclass(frozen=True)
-class Separation:
-    """Searches for confusing alternatives about which given observations say little."""
+class Search(NamedTuple):
+    """Searches for confusing alternatives about which observations n `(V,)` say little."""
 
     excursions: Excursions
-    batch: int = 256  # nodes that are bounded together
-    budget: int = 20_000  # the most nodes in one search
+    n: Floats
 
-    def search(self, n: Floats, target: float) -> Alternatives:
-        """Excursions with less information than the target from observations n, worst first."""
-        n, first = np.maximum(n, _FEWEST), self.excursions.first
-        nodes = Nodes(np.arange(len(first)), np.full(first.shape, -1), 0 * first, first.copy())
-        bounds, cuts, values = self._bound(nodes, n), [np.zeros((0, len(n)))], [np.zeros(0)]
-        least, spent, queue = np.inf, len(bounds), None
-        most_cuts = max(60, 2 * len(n))
+    def run(self, target: float, budget: int) -> tuple[float, bool, Floats]:
+        """Excursions with less information than the target.
+
+        Returns a lower bound of the information about every confusing alternative; whether no
+        excursion was left out, with at most so many nodes; and kl of confusing alternatives, those
+        with the least information first, `(K, V)`.
+        """
+        first, cuts, values = self.excursions.first, [np.zeros((0, len(self.n)))], [np.zeros(0)]
+        fresh = Nodes(np.arange(len(first)), np.full(first.shape, -1), 0 * first, first)
+        nodes, bounds, least, spent = fresh.take(np.arange(0)), np.zeros(0), np.inf, 0
+        most_cuts = max(60, 2 * len(self.n))
         while True:
-            complete = ~(nodes.inflow > 0).any(1)
-            least = min(least, *bounds[complete], np.inf)
-            low = bounds < target
-            if len(leaves := np.flatnonzero(complete & low)):
-                cuts.append(self._alternatives(nodes.take(leaves), n))
-                values.append(bounds[leaves])
-            least = min(least, *bounds[~low], np.inf)
-            rest = np.flatnonzero(~complete & low)
-            nodes, bounds = nodes.take(rest), bounds[rest]
-            if queue is not None:
-                nodes = queue[0].join(nodes)
-                bounds = np.concatenate([queue[1], bounds])
-            enough = sum(map(len, values)) >= most_cuts
-            if not len(bounds) or spent >= self.budget or enough:
+            found, log_theta = self.bound(fresh)
+            complete, low = ~(fresh.inflow > 0).any(1), found < target
+            least, spent = min(least, *found[complete | ~low], np.inf), spent + len(found)
+            leaves, rest = np.flatnonzero(complete & low), np.flatnonzero(~complete & low)
+            cuts.append(self.alternatives(fresh.take(leaves), log_theta[leaves]))
+            values.append(found[leaves])
+            nodes = Nodes._make(map(np.concatenate, zip(nodes, fresh.take(rest), strict=True)))
+            bounds = np.concatenate([bounds, found[rest]])
+            if not len(bounds) or spent >= budget or sum(map(len, values)) >= most_cuts:
                 break
             order = np.argsort(bounds, kind="stable")
-            now, later = order[: self.batch], order[self.batch :]
-            queue = (nodes.take(later), bounds[later])
-            nodes = self._children(nodes.take(now))
-            bounds = self._bound(nodes, n)
-            spent += len(bounds)
+            fresh, order = self.children(nodes.take(order[:_BATCH])), order[_BATCH:]
+            nodes, bounds = nodes.take(order), bounds[order]
         order = np.argsort(np.concatenate(values), kind="stable")[:most_cuts]
-        least = min(least, *bounds, np.inf)
-        return Alternatives(float(least), not len(bounds), np.concatenate(cuts)[order])
+        return float(min(least, *bounds, np.inf)), not len(bounds), np.concatenate(cuts)[order]
 
-    def _children(self, nodes: Nodes) -> Nodes:
+    def children(self, nodes: Nodes) -> Nodes:
         """Fix the action of the first state with inflow, in every possible way."""
         state = (nodes.inflow > 0).argmax(1)
-        parent, action = np.nonzero(self._exists[state])
+        parent, action = np.nonzero(self.excursions.on_states(self.excursions.exists)[state])
         child, at = nodes.take(parent), state[parent]
         rows = np.arange(len(parent))
         amount = child.inflow[rows, at]
         inflow = child.inflow + amount[:, None] * self.excursions.onward[at, action]
-        mass, fixed = child.mass.copy(), child.action.copy()
-        mass[rows, at], inflow[rows, at], fixed[rows, at] = amount, 0.0, action
-        return Nodes(child.entry, fixed, mass, inflow)
+        child.mass[rows, at], inflow[rows, at], child.action[rows, at] = amount, 0.0, action
+        return child._replace(inflow=inflow)
 
-    @cached_property
-    def _exists(self) -> Bools:
-        """Whether a pair of a hidden state exists, `(U, A)`."""
-        E = len(self.excursions.entries)
-        return self.excursions.exists[E:].reshape(-1, self.excursions.num_actions)
-
-    def _fixed(self, nodes: Nodes) -> tuple[Ints, Floats]:
+    def fixed(self, nodes: Nodes) -> tuple[Ints, Floats]:
         """The variables that are fixed and their visits, `(B, 1 + U)` each."""
-        E, A = len(self.excursions.entries), self.excursions.num_actions
-        states = np.arange(nodes.action.shape[1])
-        pairs = E + states * A + np.maximum(nodes.action, 0)
+        (E, U), A = self.excursions.first.shape, self.excursions.onward.shape[1]
+        pairs = E + np.arange(U) * A + np.maximum(nodes.action, 0)
         variables = np.concatenate([nodes.entry[:, None], pairs], 1)
         return variables, np.concatenate([np.ones((len(pairs), 1)), nodes.mass], 1)
 
-    def _bracket(
-        self, n: Floats, mean: Floats, gap: Floats, w: Floats, theta: Floats
-    ) -> tuple[Floats, Floats]:
-        """The bracket for every pair, and its derivative by theta."""
-        x = theta * w
-        d = tilt(mean, x / n)
-        told = np.where(w > 0, information(mean, d), 0.0)
-        return n * told - x * (d - gap), w * (gap - d)
+    def bound(self, nodes: Nodes) -> tuple[Floats, Floats]:
+        """A lower bound of the information, exact for nodes with no open state, and log theta.
 
-    def _dual(self, nodes: Nodes, n: Floats) -> Dual:
-        """The bound as a function of the multiplier."""
-        ex = self.excursions
-        E, A, U = len(ex.entries), ex.num_actions, len(ex.hidden)
-        variables, w = self._fixed(nodes)
-        fixed = n[variables], ex.mean[variables], ex.gap[variables], w
+        The best log theta, by bisection of the derivative, is given from above; `(B,)` each.
+        """
+        ex, (variables, w) = self.excursions, self.fixed(nodes)
+        fixed = self.n[variables], ex.mean[variables], ex.gap[variables], w
         most = nodes.inflow @ ex.reach  # (B, U), the largest visits of each state
         chord = np.maximum(most, 1e-300)[:, :, None]
-        observed, mean, gap = (x[E:].reshape(U, A) for x in (n, ex.mean, ex.gap))
-        is_open = bool((nodes.inflow > 0).any())
+        observed, mean, gap = (ex.on_states(x) for x in (self.n, ex.mean, ex.gap))
 
         def dual(log_theta: Floats) -> tuple[Floats, Floats]:
+            """The bound as a function of the multiplier, and its derivative by theta."""
             theta = np.exp(log_theta)[:, None]
-            values, slopes = self._bracket(*fixed, theta)
-            value, slope = values.sum(1), slopes.sum(1)
-            if not is_open:
-                return value, slope
-            values, slopes = self._bracket(observed, mean, gap, most[:, :, None], theta[..., None])
-            values = np.where(self._exists, values / chord, np.inf)
-            ahead, slope_ahead = self._backward(values, slopes / chord)
-            rest, slope_rest = ((nodes.inflow * part).sum(1) for part in (ahead, slope_ahead))
-            return value + rest, slope + slope_rest
+            value, slope = (part.sum(1) for part in bracket(*fixed, theta))
+            if (nodes.inflow > 0).any():
+                open_ = observed, mean, gap, most[:, :, None], theta[..., None]
+                values, slopes = bracket(*open_)
+                values = np.where(ex.on_states(ex.exists), values / chord, np.inf)
+                rest, slope_rest = self.least_from(values, slopes / chord)
+                value = value + (nodes.inflow * rest).sum(1)
+                slope = slope + (nodes.inflow * slope_rest).sum(1)
+            return value, slope
 
-        return dual
-
-    def _backward(self, values: Floats, slopes: Floats) -> tuple[Floats, Floats]:
-        """The least sum of values `(B, U, A)` from every state on, and the sum of its slopes."""
-        A = self.excursions.num_actions
-        ahead, slope_ahead = np.zeros((2, *values.shape[:2]))
-        for here, there, moves in self._moves:
-            total, slope_total = (
-                part[:, here] + (later[:, there] @ moves).reshape(len(part), -1, A)
-                for part, later in ((values, ahead), (slopes, slope_ahead))
-            )
-            best = total == total.min(-1, keepdims=True)
-            ahead[:, here] = total.min(-1)
-            # Of tied actions, any slope is a derivative; the largest one is taken.
-            slope_ahead[:, here] = np.where(best, slope_total, -np.inf).max(-1)
-        return ahead, slope_ahead
-
-    @cached_property
-    def _moves(self) -> list[tuple[slice, slice, Floats]]:
-        """Per layer, last first: its hidden states, those of the next, `(next, here * A)`."""
-        ex, A, found = self.excursions, self.excursions.num_actions, []
-        for k in sorted(set(ex.depth.tolist()), reverse=True):
-            first, stop, end = np.searchsorted(ex.depth, [k, k + 1, k + 2]).tolist()
-            moves = ex.onward[first:stop, :, stop:end].reshape((stop - first) * A, end - stop).T
-            found.append((slice(first, stop), slice(stop, end), moves))
-        return found
-
-    def _multiplier(self, dual: Dual, count: int, steps: int) -> tuple[Floats, Floats]:
-        """The best log theta from below and from above, by bisection of the derivative."""
-        low, high = (np.full(count, x) for x in _RANGE)
-        for _ in range(steps):
+        low, high = (np.full(len(w), x) for x in _RANGE)
+        for _ in range(_STEPS):
             middle = 0.5 * (low + high)
             rising = dual(middle)[1] > 0
             low, high = np.where(rising, middle, low), np.where(rising, high, middle)
-        return low, high
+        return np.maximum(dual(low)[0], dual(high)[0]), high
 
-    def _bound(self, nodes: Nodes, n: Floats) -> Floats:
-        """A lower bound of the information, exact for nodes with no open state, `(B,)`."""
-        dual = self._dual(nodes, n)
-        low, high = self._multiplier(dual, len(nodes.entry), _COARSE)
-        return np.maximum(dual(low)[0], dual(high)[0])
+    def least_from(self, values: Floats, slopes: Floats) -> tuple[Floats, Floats]:
+        """The least sum of values `(B, U, A)` from every state on, and the sum of its slopes."""
+        ahead, slope_ahead = np.zeros((2, *values.shape[:2]))
+        for here in reversed(self.excursions.layers):
+            onward = self.excursions.onward[here]
+            total = values[:, here] + np.tensordot(ahead, onward, (1, 2))
+            slope = slopes[:, here] + np.tensordot(slope_ahead, onward, (1, 2))
+            ahead[:, here] = least = total.min(-1)
+            # Of tied actions, any slope is a derivative; the largest one is taken.
+            slope_ahead[:, here] = np.where(total == least[..., None], slope, -np.inf).max(-1)
+        return ahead, slope_ahead
 
-    def _alternatives(self, nodes: Nodes, n: Floats) -> Floats:
-        """kl of the alternatives that let these excursions pay off, `(B, E + U * A)`."""
-        _, high = self._multiplier(self._dual(nodes, n), len(nodes.entry), _FINE)
-        variables, w = self._fixed(nodes)
-        r = np.exp(high)[:, None] * w / n[variables]
+    def alternatives(self, nodes: Nodes, log_theta: Floats) -> Floats:
+        """kl of the alternatives that let these excursions pay off, `(B, V)`."""
+        variables, w = self.fixed(nodes)
         mean = self.excursions.mean[variables]
-        told = np.where(w > 0, information(mean, tilt(mean, r)), 0.0)
-        rows = np.zeros((len(w), len(n)))
+        d = tilt(mean, np.exp(log_theta)[:, None] * w / self.n[variables])
+        rows = np.zeros((len(w), len(self.n)))
+        told = np.where(w > 0, information(mean, d), 0.0)
         np.add.at(rows, (np.arange(len(w))[:, None], variables), told)
         return rows
+
+
+def bracket(
+    n: Floats, mean: Floats, gap: Floats, w: Floats, theta: Floats
+) -> tuple[Floats, Floats]:
+    """The bracket for every pair, with theta w gap, and its derivative by theta."""
+    x = theta * w
+    d = tilt(mean, x / n)
+    told = np.where(w > 0, information(mean, d), 0.0)
+    return n * told - x * (d - gap), w * (gap - d)
 
 
 # -- The bound -------------------------------------------------------------------------------------
@@ -453,52 +371,64 @@ def lower_bound(
         if not number > 0:
             raise ValueError(f"{name}: expected a positive number, got {number}")
     excursions = excursions_of(mdp, mean)
-    if len(excursions.hidden):
-        return _by_cutting_planes(Separation(excursions, budget=budget), tolerance, max_rounds)
-    possible = excursions.gap < excursions.mean
-    told = information(excursions.mean, excursions.gap)
-    n = np.divide(1.0, told, out=np.zeros_like(told), where=possible)
-    value = float(excursions.gap @ n)
-    return LowerBound(value, value, excursions.table(n), 0, True, "closed form")
+    visits = torch.zeros(mdp.actions.shape, dtype=torch.float64)
+    if len(excursions.onward):
+        n, found = _by_cutting_planes(excursions, visits, tolerance, budget, max_rounds)
+    else:
+        told, possible = (
+            information(excursions.mean, excursions.gap),
+            excursions.gap < excursions.mean,
+        )
+        n = np.divide(1.0, told, out=np.zeros_like(told), where=possible)
+        value = float(excursions.gap @ n)
+        found = LowerBound(value, value, visits, 0, True, "closed form")
+    visits.view(-1).numpy()[excursions.pairs] = np.where(excursions.exists, n, 0.0)
+    return found
 
 
-def _by_cutting_planes(separation: Separation, tolerance: float, max_rounds: int) -> LowerBound:
-    """Add violated constraints to the linear program until the bounds agree."""
-    excursions = separation.excursions
+def _by_cutting_planes(
+    excursions: Excursions, visits: Tensor, tolerance: float, budget: int, max_rounds: int
+) -> tuple[Floats, LowerBound]:
+    """Add violated constraints to the linear program until the bounds agree; return n, too."""
     gap, spread = excursions.gap, _uniform_visits(excursions)
     # Any small number of observations: every excursion that can pay off violates them.
     n, value, rounds, exact = 1e-6 * spread, 0.0, 0, False
     # The cheapest exploration so far that satisfies all constraints, and its cost.
     best, cost, cuts = n, np.inf, np.zeros((0, len(n)))
     while rounds < max_rounds:
-        found = separation.search(n, 1.0 - tolerance / 4)
-        if found.least > 0 and float(gap @ n) / found.least < cost:
-            best, cost = n / found.least, float(gap @ n) / found.least
-        exact = cost - value <= tolerance * value or np.isinf(found.least)
-        if exact or not (len(found.cuts) or found.exhaustive):
+        search = Search(excursions, np.maximum(n, _FEWEST))
+        least, exhaustive, more = search.run(1.0 - tolerance / 4, budget)
+        if least > 0 and float(gap @ n) / least < cost:
+            best, cost = n / least, float(gap @ n) / least
+        exact = cost - value <= tolerance * value or np.isinf(least)
+        if exact or not (len(more) or exhaustive):
             break
-        cuts, rounds = np.concatenate([cuts, found.cuts]), rounds + 1
-        least = _cheapest(excursions, cuts)
-        value = float(gap @ least)
+        cuts, rounds = np.concatenate([cuts, more]), rounds + 1
+        cheapest = _cheapest(excursions, cuts)
+        value = float(gap @ cheapest)
         # Observations of zero give weak constraints. A little of everything avoids them, and
         # becomes less with every round.
-        n = least + 0.1**rounds * value / float(gap @ spread) * spread
+        n = cheapest + 0.1**rounds * value / float(gap @ spread) * spread
     if np.isinf(cost) and not rounds:  # nothing can be confused
         best, cost = np.zeros_like(n), 0.0
-    allocation, upper = excursions.table(best), max(cost, value)
-    return LowerBound(value, upper, allocation, rounds, bool(exact), "cutting planes")
+    found = LowerBound(value, max(cost, value), visits, rounds, bool(exact), "cutting planes")
+    return best, found
 
 
 def _cheapest(excursions: Excursions, cuts: Floats) -> Floats:
-    """The cheapest n with the flow constraints and the cuts `(K, E + U * A)`."""
+    """The cheapest n with the flow constraints and the cuts `(K, V)`."""
     with extra("limits", "the limit of regret of this MDP needs SciPy"):
         from scipy.optimize import linprog
+    U, A, _ = excursions.onward.shape
+    # What a hidden state plays, minus what arrives there.
+    balance = np.concatenate([0 * excursions.first, np.repeat(np.eye(U), A, 0)])
+    balance -= np.concatenate([excursions.first, excursions.onward.reshape(U * A, U)])
     found: Any = linprog(
         excursions.gap,
         A_ub=-cuts,
         b_ub=-np.ones(len(cuts)),
-        A_eq=excursions.balance(),
-        b_eq=np.zeros(len(excursions.hidden)),
+        A_eq=balance.T,
+        b_eq=np.zeros(U),
         bounds=[(0, None if exists else 0) for exists in excursions.exists],
         method="highs",
     )
@@ -509,13 +439,12 @@ def _cheapest(excursions: Excursions, cuts: Floats) -> Floats:
 
 def _uniform_visits(excursions: Excursions) -> Floats:
     """One visit of every entry, and uniform actions in hidden states."""
-    E, U, A = len(excursions.entries), len(excursions.hidden), excursions.num_actions
-    exists = excursions.exists[E:].reshape(U, A)
-    n, arriving = np.zeros((U, A)), excursions.first.sum(0)
-    for u in range(U):
-        n[u] = arriving[u] * exists[u] / exists[u].sum()
-        arriving = arriving + n[u] @ excursions.onward[u]
-    return np.concatenate([np.ones(E), n.ravel()])
+    exists, arriving = excursions.on_states(excursions.exists), excursions.first.sum(0)
+    n = exists / exists.sum(1, keepdims=True)
+    for u, onward in enumerate(excursions.onward):
+        n[u] *= arriving[u]
+        arriving = arriving + n[u] @ onward
+    return np.concatenate([np.ones(len(excursions.first)), n.ravel()])
 
 
 def _checked(mdp: LayeredMDP, mean: Tensor) -> tuple[LayeredMDP, Tensor]:

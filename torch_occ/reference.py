@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_occ._support.choices import extra
+from torch_occ._support.files import markdown
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Composition, Regularizer
 from torch_occ.regularizers.parameters import fit
@@ -383,8 +384,7 @@ class Comparison:
 
     def __str__(self) -> str:
         names = [name for name in self.answers[0].gradients if name != "loss"]
-        head = ["", "ms", "q: residual", "d loss: residual"]
-        rows = [[*head, *(f"d {name} (error)" for name in names)]]
+        head, rows = ["", "ms", "q: residual", "d loss: residual"], []
         for answer in self.answers:
             row = [answer.name, f"{1e3 * answer.seconds:.4g}"]
             row += [f"{answer.errors[name]:.0e}" for name in ("q", "loss")]
@@ -392,8 +392,7 @@ class Comparison:
                 gradient, error = answer.gradients[name], answer.errors.get(name)
                 row.append("none" if gradient is None else f"{gradient.sum():+.3e} ({error:.0e})")
             rows.append(row)
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines = [markdown([*head, *(f"d {name} (error)" for name in names)], rows)]
         lines += [f"{each.name} warned: {each.warning}" for each in self.answers if each.warning]
         lines += [f"{name} is wrong in {', '.join(what)}." for name, what in self.wrong.items()]
         lines += [f"{name} was not compared: {why}" for name, why in self.left_out.items()]

@@ -6,7 +6,7 @@ from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
 from torch_occ.game.simulate import TorchPlayer
-from torch_occ.mdp.occupancy import occupancy, uniform_policy
+from torch_occ.mdp.occupancy import occupancy
 
 MDP = occ.LayeredMDP.random(horizon=3, width=3, num_actions=3, seed=0)
 LOSSES = occ.BernoulliLosses(random_loss(MDP, seed=3))
@@ -118,87 +118,3 @@ def test_a_blind_mdp_has_the_layout_and_uniform_rows(name, sparse):
         mdp, Softmax(mdp), occ.BernoulliLosses(random_loss(mdp)), 20, (0, 1), backend="torch"
     )
     assert history.finished
-
-
-def test_another_layout_is_refused():
-    learner = Softmax(occ.LayeredMDP.random(3, 2, 3, seed=0))
-    with pytest.raises(ValueError, match=r"Softmax .* \[1, 2, 2\] states instead of \[1, 3, 3\]"):
-        occ.simulate(MDP, learner, LOSSES, 5)
-    with pytest.raises(ValueError, match="2 actions instead of 3"):
-        occ.simulate(MDP, Softmax(occ.LayeredMDP.random(3, 3, 2, seed=0)), LOSSES, 5)
-    with pytest.raises(ValueError, match=r"float32 on cpu instead of torch.float64"):
-        occ.simulate(MDP, Softmax(MDP.to(dtype=torch.float32)), LOSSES, 5)
-    masked = PROBLEMS["masked"]().mdp
-    free = occ.LayeredMDP(
-        [torch.full_like(p, 1 / p.shape[-1]) for p in masked.transitions], initial=masked.initial
-    )
-    losses = occ.BernoulliLosses(random_loss(masked))
-    with pytest.raises(ValueError, match="an action 1 in layer 0, state 1"):
-        occ.simulate(masked, Softmax(free), losses, 5)
-    other = occ.LayeredMDP(
-        masked.transitions, actions=masked.actions, initial=masked.initial.flip(0)
-    )
-    with pytest.raises(ValueError, match="another initial distribution"):
-        occ.simulate(masked, Softmax(other), losses, 5)
-
-
-def test_the_two_ways_to_propose_are_not_mixed():
-    class Both(Softmax):
-        def propose(self, t):
-            return occ.interior_point(self.mdp)[None]
-
-    with pytest.raises(TypeError, match="Both has both propose and propose_policy"):
-        occ.simulate(MDP, Both(MDP), LOSSES, 5)
-    with pytest.raises(TypeError, match="FollowTheLeader does not know the transitions"):
-        occ.simulate(MDP, occ.FollowTheLeader(MDP.blind()), LOSSES, 5)
-
-
-def replaced(x, index, value):
-    x = x.clone()
-    x[index] = value
-    return x
-
-
-UNIFORM = uniform_policy(PROBLEMS["masked"]().mdp)
-POLICIES = {  # what is proposed to seeds 5 and 9, and words that the message must have
-    "not a number": (
-        replaced(UNIFORM.expand(2, -1, -1), (1, 2, 1), torch.nan),
-        ["episode 4, seed 9, layer 1, state 0, action 1 is nan", "a probability"],
-    ),
-    "negative": (
-        UNIFORM[None] + torch.tensor([0.75, -0.75], dtype=torch.float64),
-        ["every seed, layer 0, state 0, action 1 is -0.25", "a probability"],
-    ),
-    "no such action": (
-        torch.full((2, 4, 2), 0.5, dtype=torch.float64),
-        ["action 1 is 0.5", "no such action"],
-    ),
-    "too much": (
-        replaced(UNIFORM.expand(2, -1, -1), (1, 2, 1), 0.7),
-        ["seed 9, layer 1, state 0", "sum to 1.2", "expected 1"],
-    ),
-    "another shape": (UNIFORM, ["(2, 4, 2)", "got (4, 2)"]),
-}
-
-
-class ProposesPolicy(occ.Learner):
-    """The uniform policy up to episode 3, another one then."""
-
-    def __init__(self, mdp, bad):
-        super().__init__(mdp)
-        self.bad = bad
-
-    def propose_policy(self, t):
-        return UNIFORM[None] if t < 4 else self.bad
-
-
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("blind", [False, True])
-def test_what_is_no_policy_is_refused(name, blind):
-    bad, words = POLICIES[name]
-    mdp = PROBLEMS["masked"]().mdp
-    learner = ProposesPolicy(mdp.blind() if blind else mdp, bad)
-    with pytest.raises((ValueError, TypeError)) as caught:
-        occ.simulate(mdp, learner, occ.BernoulliLosses(random_loss(mdp)), 5, (5, 9))
-    for word in ["learner: policy from ProposesPolicy.propose_policy", "episode 4", *words]:
-        assert word in str(caught.value), str(caught.value)

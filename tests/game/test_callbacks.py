@@ -83,7 +83,7 @@ def test_every_curve_equals_the_history(tmp_path):
 
 def test_policy_numbers_at_the_uniform_policy_and_at_the_optimum(tmp_path):
     play(tmp_path / "uniform", occ.FixedPolicy(MDP))
-    play(tmp_path / "best", occ.FixedPolicy.best_in_hindsight(MDP, MEAN))
+    play(tmp_path / "best", occ.FixedPolicy(MDP, occ.optimal_policy(MDP, MEAN).policy))
     uniform, best = read(tmp_path / "uniform"), read(tmp_path / "best")
     assert curve(uniform, "policy/entropy")[1][-1] == pytest.approx(torch.tensor(2.0).log().item())
     optimal = occ.occupancy(MDP, occ.optimal_policy(MDP, MEAN).policy)
@@ -109,7 +109,7 @@ def test_images_text_layout_and_hparams(tmp_path):
     assert figure.step == EPISODES
     assert Image.open(io.BytesIO(figure.encoded_image_string)).size == (figure.width, figure.height)
     (text,) = found.Tensors("configuration/text_summary")
-    table = text.tensor_proto.string_val[0].decode()
+    table = " ".join(text.tensor_proto.string_val[0].decode().split())
     assert "HybridTsallis(alpha=0.707107) / InverseSqrt(gamma=1) + LogBarrier(beta=1)" in table
     assert "| config: note | `a\\|b` |" in table
     assert '`{"x": [1]}`' in table
@@ -235,15 +235,12 @@ def test_a_full_disk_costs_a_warning_and_not_the_run(tmp_path):
 
     board = occ.TensorBoard(tmp_path / "log", images_per_decade=0)
     certificate = occ.theory.Certificate()
-    certificate.board = board
     learner, losses = occ.FTRL(MDP, occ.jin_luo(MDP, beta=1.0)), occ.BernoulliLosses(MEAN)
     options = {"callbacks": [Fills(), board, certificate], "backend": "torch"}
     with pytest.warns(UserWarning, match="No space left") as caught:
         history = occ.simulate(MDP, learner, losses, EPISODES, SEEDS, **options)
-    messages = sorted(str(warning.message) for warning in caught)
-    assert len(messages) == 2
-    assert "No space left; its curves are not logged any more" in messages[0]
-    assert "No space left; the run goes on without this callback" in messages[1]
+    (warning,) = caught
+    assert "No space left; the run goes on without this callback" in str(warning.message)
     assert history.finished
     # nothing of it is lost
     assert certificate.curves["episodes"].tolist() == history.episodes.tolist()

@@ -60,15 +60,3 @@ def test_a_table_of_every_curve_has_the_learner_in_its_first_column(comparison):
     for name, history in comparison.histories.items():
         own = found[found.learner == name].drop(columns="learner").reset_index(drop=True)
         assert own.equals(history.to_dataframe())
-
-
-def test_bad_input():
-    some, one = learners(), {"one": occ.FixedPolicy(MDP)}
-    for given, options, message in (
-        (one, {}, "learners: expected at least two to compare, got"),
-        (some, {"seeds": [3]}, "seeds: expected at least two"),
-        (some, {"baseline": "me"}, r"baseline: expected one of .* got 'me'"),
-        (some, {"save_to": "run.pt"}, "save_to: a file holds one run"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            occ.compare_learners(MDP, given, LOSSES, 5, **options)

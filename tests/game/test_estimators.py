@@ -64,9 +64,3 @@ def test_implicit_exploration_is_biased_by_the_known_amount(bias):
     torch.testing.assert_close(mean, EXISTING * q / (q + bias), rtol=1e-13, atol=1e-14)
     assert float(estimates.max()) <= 1 / bias
     assert bool((mean <= EXISTING).all())
-
-
-def test_bias_must_be_positive():
-    for bias in (0.0, -1.0, torch.nan):
-        with pytest.raises(ValueError, match="bias: expected a positive number"):
-            occ.ImplicitExploration(bias)

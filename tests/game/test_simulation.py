@@ -131,13 +131,13 @@ def test_seeds_are_independent_and_reproducible(name):
 @pytest.mark.parametrize(("backend", "episodes"), [("engine", 200_000), ("torch", 2100)])
 def test_sums_over_many_episodes_lose_nothing_to_rounding(backend, episodes, monkeypatch):
     """Without compensation the regret of 200,000 episodes is off by 1e-11."""
-    monkeypatch.setattr("torch_occ.game.simulate.BLOCK", 16)  # of torch
+    monkeypatch.setattr("torch_occ.game.simulate.BLOCK", 1)  # of torch
     learner, losses = occ.FixedPolicy(MDP), occ.BernoulliLosses(MEAN)
     found = simulate(MDP, learner, losses, episodes, checkpoints=[episodes], backend=backend)
     pairs = zip(learner.q.flatten().tolist(), MEAN.flatten().tolist(), strict=True)
     exact = sum(Fraction(a) * Fraction(b) for a, b in pairs)
     spent = Fraction(float(found.regret[0, -1])) + Fraction(float(found.comparator[0, -1]))
-    assert abs(spent / (episodes * exact) - 1) < 1e-13
+    assert abs(spent / (episodes * exact) - 1) < (2e-15 if backend == "torch" else 1e-13)
     torch.testing.assert_close(found.total_mean[0], episodes * MEAN, rtol=1e-13, atol=0)
     torch.testing.assert_close(
         found.cumulative_occupancy[0], episodes * learner.q, rtol=1e-13, atol=0

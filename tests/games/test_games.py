@@ -186,36 +186,29 @@ def test_optimistic_last_iterates_converge_to_the_value_of_kuhn(kuhn):
     assert value == pytest.approx(-1 / 18, abs=1e-3)
 
 
-class Twin(occ.FTRL):
-    """Has no compiled form, so torch plays it."""
-
-
-@pytest.mark.parametrize("make", [entropic, lambda plex: occ.FTRL.tsallis(plex.mdp)])
-def test_torch_draws_the_same_ends(make):
-    """In the third game player 1 may not move at all, and player 0 moves once or twice."""
+def lopsided():
+    """Player 1 may not move at all, and player 0 moves once or twice, or never."""
     late = Decision(
         0, "late", {"x": End(0.3), "y": Decision(1, "b", {"u": End(1.0), "v": End(0.0)})}
     )
     early = Decision(0, "early", {"stop": End(0.4), "go": late})
-    game = occ.ExtensiveGame(Chance([(0.7, early), (0.3, End(-1.0, 2.0))]))
+    return occ.ExtensiveGame(Chance([(0.7, early), (0.3, End(-1.0, 2.0))]))
 
-    def same(plex):
-        found = make(plex)
-        return Twin(plex.mdp, found.step.regularizer)
 
-    given = {"seeds": range(3), "feedback": "bandit"}
-    one, other = occ.self_play(game, make, 300, **given), occ.self_play(game, same, 300, **given)
+def in_torch(learner, **methods):
+    """The same learner without a compiled form, so that torch plays it."""
+    learner.__class__ = type("Twin", (type(learner),), methods)
+    return learner
+
+
+@pytest.mark.parametrize("make", [entropic, lambda plex: occ.FTRL.tsallis(plex.mdp)])
+def test_torch_draws_the_same_ends(make):
+    game, given = lopsided(), {"seeds": range(3), "feedback": "bandit"}
+    one = occ.self_play(game, make, 300, **given)
+    other = occ.self_play(game, lambda plex: in_torch(make(plex)), 300, **given)
     assert (one.backend, other.backend) == ("engine", "torch")
-    torch.testing.assert_close(one.average_q0, other.average_q0)
-    torch.testing.assert_close(one.last_q1, other.last_q1)
+    torch.testing.assert_close((one.average_q0, one.last_q1), (other.average_q0, other.last_q1))
     assert not torch.allclose(one.average_q0[0], one.average_q0[1])
-
-
-class Uniform(Twin):
-    """Estimates losses, and plays the uniform policy."""
-
-    def propose(self, t):
-        return occ.interior_point(self.mdp)[None]
 
 
 class Keep(occ.Callback):
@@ -232,7 +225,8 @@ class Keep(occ.Callback):
 def test_bandit_estimates_are_unbiased():
     game, keep = coin(), Keep()
     given = {"feedback": "bandit", "callbacks": [keep], "checkpoints": [20_000]}
-    occ.self_play(game, lambda plex: Uniform(plex.mdp, occ.Tsallis()), 20_000, **given)
+    fixed = {"propose": lambda self, t: occ.interior_point(self.mdp)[None]}
+    occ.self_play(game, lambda plex: in_torch(entropic(plex), **fixed), 20_000, **given)
     scaled = game.with_payoffs((game.payoffs - 1) / 2)  # minus the losses, which are in [0, 1]
     uniform = [occ.interior_point(plex.mdp) for plex in game.treeplexes]
     for i, state in enumerate(keep.states[0]):
@@ -379,6 +373,17 @@ def test_equilibria_of_leduc(leduc, name, tau):
         scores = -leduc.loss(0, found.qs[1])[last] / rate[last, None]
         scores = torch.where(plex.mdp.actions[last], scores, -torch.inf)
         torch.testing.assert_close(logs[last], scores.log_softmax(-1), atol=1e-6, rtol=1e-9)
+
+
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+def test_ends_need_no_barrier(backend):
+    plex, found = lopsided().treeplex(0), []
+    loss = plex.mdp.actions.double().cumsum(-1).requires_grad_()
+    for least in (1e-9, 0.0):
+        psi = occ.LogBarrier(occ.PerState(plex.mdp, torch.where(plex.is_end, least, 1.0).double()))
+        found.append(occ.FTRLStep(plex.mdp, psi, backend=backend))
+    torch.testing.assert_close(found[1](loss, 1.0), found[0](loss, 1.0), atol=1e-8, rtol=0)
+    assert torch.autograd.gradcheck(lambda x: found[1](x, 1.0), loss)
 
 
 def test_equilibria_refuse(kuhn):

@@ -146,31 +146,6 @@ def test_transforms():
     torch.testing.assert_close(hessian, reverse)
 
 
-def test_wrong_targets_are_refused_with_the_place():
-    mdp, loss, t = PROBLEMS["masked"]()
-    step = occ.FTRLStep(mdp, occ.Shannon())
-    good = interior(mdp)
-
-    def refused(target, match, kind=ValueError):
-        with pytest.raises(kind, match=match):
-            occ.fenchel_young_loss(step, loss, target, t)
-
-    moved = good.clone()
-    moved[2, 0] += 0.1
-    refused(moved, r"target: layer 1, state 0 has the mass 0\.\d+, but 0\.\d+ arrives there")
-    refused(torch.stack([good, moved]), r"batch element \(1,\), layer 1, state 0")
-    negative = good.clone()
-    negative[0, 1] = -0.2
-    refused(negative, r"target: layer 0, state 0, action 1 is -0\.2; expected .* at least 0")
-    masked = good.clone()
-    masked[1, 1] = 0.3
-    refused(masked, r"layer 0, state 1, action 1 is 0\.3, but this action does not exist")
-    refused(good * torch.nan, "layer 0, state 0, action 0 is nan")
-    refused(good[:2], r"target: expected shape \(\*batch, 4, 2\), got \(2, 2\)")
-    refused("shortest", "target: expected a tensor", TypeError)
-    refused(good.long(), "target: is torch.int64")
-
-
 def test_empirical_visits_need_not_be_a_flow():
     """Mean visits of two trajectories: the gradient is visits - q, and layers have mass one."""
     mdp = small()

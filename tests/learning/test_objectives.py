@@ -120,45 +120,6 @@ def test_transforms():
     )
 
 
-def test_impossible_demonstrations_are_refused_with_the_place():
-    mdp, loss, t = PROBLEMS["masked"]()
-    step = occ.FTRLStep(mdp, occ.Shannon())
-
-    def refused(states, actions, match, kind=ValueError):
-        for model in (mdp, mdp.to_sparse()):
-            with pytest.raises(kind, match=match):
-                occ.negative_log_likelihood(
-                    step, loss, torch.as_tensor(states), torch.as_tensor(actions), t, mdp=model
-                )
-
-    refused([[0, 2], [0, 1]], [[0, 0], [0, 0]], "trajectory 1, layer 1 is 1, which is not a state")
-    refused(
-        [[0, 4]], [[0, 0]], "layer 1 is 4, which is not a state of this layer; those are 2 to 3"
-    )
-    refused(
-        [[0, 2]], [[2, 0]], "actions: trajectory 0, layer 0 is 2, an action that does not exist"
-    )
-    refused([[0, 2]], [[-1, 0]], "actions: trajectory 0, layer 0 is -1")
-    refused([[1, 3]], [[1, 1]], "is 1, an action that does not exist in layer 0, state 1")
-    refused(
-        [[0, 3]],
-        [[1, 1]],
-        r"layer 1 is 3 \(layer 1, state 1\), which cannot follow layer 0, state 0, action 1",
-    )
-    refused([[[0, 2]], [[1, 2]]], [[[0, 0]], [[0, 0]]], r"batch element \(1,\), trajectory 0")
-    refused([[0, 2, 0]], [[0, 0, 0]], r"states: expected shape \(\*batch, N, 2\)")
-    refused([[0, 2]], [[0, 0], [0, 0]], r"actions: expected the shape of states, \(1, 2\)")
-    refused([[0.0, 2.0]], [[0, 0]], "states: expected a tensor of integers", TypeError)
-    for lists in ([[0.0, 2.0]], [[0, 0]]), ([[0, 2]], [[0.5, 0]]):
-        with pytest.raises(TypeError, match=r"(states|actions): expected a tensor of integers"):
-            occ.negative_log_likelihood(step, loss, *lists, t)
-    refused([[-1, 2]], [[-1, 0]], "trajectory 0, layer 0 is -1, but a later step was observed")
-    with pytest.raises(
-        ValueError, match=r"lengths from 1 to 2, got \[1\] states and \[2\] actions"
-    ):
-        occ.negative_log_likelihood(step, loss, [[0]], [[0, 0]], t)
-
-
 def test_trajectories_may_end_early():
     mdp, loss, t = PROBLEMS["masked"]()
     step = occ.FTRLStep(mdp, occ.Shannon())

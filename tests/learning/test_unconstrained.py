@@ -118,13 +118,7 @@ def test_a_parametrization_of_yours():
     assert float((step(loss, 3.0) - expected).detach().abs().max()) > 1e-6
 
 
-def test_bad_input():
-    with pytest.raises(ValueError, match=r"LogBarrier: beta is 0, at the edge of its domain"):
-        occ.unconstrain(make(beta=0.0))
-    with pytest.raises(ValueError, match=r"LogBarrier: beta has the shape \(2,\), a batch"):
-        occ.unconstrain(make(beta=tensor([0.1, 0.2])))
-    with pytest.raises(ValueError, match="only: there is no parameter 'delta'"):
-        occ.unconstrain(make(), only=["delta"])
+def test_a_parameter_at_the_edge_may_be_left_out():
     step = make(beta=0.0)
     occ.unconstrain(step, only=["power", "gamma"])
     assert step.regularizer.terms[1].beta.item() == 0.0

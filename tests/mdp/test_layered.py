@@ -23,25 +23,6 @@ def tables(batch=(), seed=0):
 # -- validation --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", [(), (2, 3)])
-@pytest.mark.parametrize(
-    ("row", "fault"),
-    [
-        ([0.5, 0.25], "sum to 0.75"),
-        ([0.5, 0.500001], "sum to 1.000001"),
-        ([-0.25, 1.25], "next state 0 is -0.25"),
-        ([0.5, torch.nan], "next state 1 is nan"),
-        ([torch.inf, 0.0], "next state 0 is inf"),
-    ],
-)
-def test_a_bad_row_is_named_with_its_value(batch, row, fault):
-    bad = tables(batch)
-    bad[1][(*(size - 1 for size in batch), 2, 1)] = torch.tensor(row, dtype=F64)
-    element = "batch element (1, 2), " if batch else ""
-    with expect(f"transitions[1]: {element}layer 1, state 2, action 1: ", fault):
-        occ.LayeredMDP(bad)
-
-
 def test_rounding_and_masked_rows_are_no_errors():
     good = tables()
     good[1][2, 1] += torch.tensor([1e-11, -1e-12], dtype=F64)
@@ -55,46 +36,6 @@ def no_action_for(state):
     actions = torch.ones(6, 2, dtype=torch.bool)
     actions[state] = False
     return actions
-
-
-BAD_LAYERS = [
-    (lambda P: [], ("transitions", "got none")),
-    (lambda P: torch.full((4, 2, 4), 0.25), ("one tensor of shape (4, 2, 4)", "from_tables")),
-    (lambda P: [P[0], P[1].tolist(), P[2]], ("transitions[1]", "tensor", "list")),
-    (lambda P: [P[0], P[1], P[2].long()], ("transitions[2]", "floating-point", "int64")),
-    (lambda P: [P[0], P[1].float(), P[2]], ("transitions[1]", "float32", "[0]", "float64")),
-    (lambda P: [P[0], P[1][0], P[2]], ("transitions[1]", "(2, 2)")),
-    (lambda P: [P[0], P[1][:, :1], P[2]], ("transitions[1]", "(3, 1, 2)")),
-    (lambda P: [P[0], P[1][:2], P[2]], ("[1]: layer 1 has 2 states", "transitions[0] leads to 3")),
-    (lambda P: [P[0], P[1]], ("transitions[1]", "terminal", "(*batch, 3, 2, 1)", "(3, 2, 2)")),
-    (lambda P: [P[0][:0], P[1], P[2]], ("transitions[0]", "(0, 2, 3)")),
-    (lambda P: [P[0].expand(2, 1, 2, 3), P[1].expand(3, 3, 2, 2), P[2]], ("[1]", "batch")),
-]
-HALF = torch.full((1,), 0.5, dtype=F64)
-BAD_REST = [
-    ({"actions": no_action_for(3)}, ("actions: layer 1, state 2",)),
-    ({"actions": torch.ones(6, 3, dtype=torch.bool)}, ("actions", "(6, 2)", "(6, 3)")),
-    ({"actions": torch.ones(6, 2)}, ("actions", "boolean", "float32")),
-    ({"initial": torch.ones(2, dtype=F64) / 2}, ("initial", "(1,)", "(2,)")),
-    ({"initial": torch.ones(1)}, ("initial", "float64", "float32")),
-    ({"initial": HALF}, ("initial: the probabilities sum to 0.5",)),
-    ({"initial": torch.stack([2 * HALF, torch.nan * HALF])}, ("batch element (1,)", "0 is nan")),
-    ({"origin": torch.arange(5)}, ("origin", "(6,)", "(5,)")),
-]
-
-
-@pytest.mark.parametrize(("change", "arguments", "fragments"), [
-    *((change, {}, fragments) for change, fragments in BAD_LAYERS),
-    *((list, arguments, fragments) for arguments, fragments in BAD_REST),
-])  # fmt: skip
-def test_a_wrong_argument_is_named(change, arguments, fragments):
-    with expect(*fragments):
-        occ.LayeredMDP(change(tables()), **arguments)
-
-
-def test_several_start_states_need_an_initial_distribution():
-    with expect("initial: layer 0 has 2 states"):
-        occ.LayeredMDP([torch.ones(2, 2, 1, dtype=F64)])
 
 
 # -- immutability ------------------------------------------------------------------------------
@@ -155,15 +96,6 @@ def test_random_rows_are_dirichlet_and_depend_on_the_seed_alone(concentration):
     assert float((rows.mean(0) - 1 / n).abs().max()) < error * float(rows.std())
     mean = (concentration + 1) / (n * concentration + 1)
     assert abs(float(squares.mean()) - mean) < error * float(squares.std())
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("horizon", 0), ("width", 0), ("num_actions", -1), ("concentration", torch.nan)],
-)
-def test_random_names_a_bad_argument(name, value):
-    with expect(f"{name}: ", str(value)):
-        occ.LayeredMDP.random(**({"horizon": 2, "width": 2, "num_actions": 2} | {name: value}))
 
 
 # -- layout and derived models -----------------------------------------------------------------

@@ -2,7 +2,7 @@ from itertools import product
 
 import pytest
 import torch
-from zoo import PROBLEMS, expect, mdps, random_loss, random_policy
+from zoo import PROBLEMS, mdps, random_loss, random_policy
 
 import torch_occ as occ
 from torch_occ.mdp.occupancy import DenseFlow, LayeredFlow, flow_source
@@ -154,13 +154,3 @@ def test_the_first_of_equal_actions_is_chosen():
     )
     assert plan.policy.tolist() == [[0.0, 1.0, 0.0]]
     assert plan.gaps.tolist() == [[1.0, 0.0, 0.0]]
-
-
-def test_what_is_no_policy_or_no_table_is_refused():
-    mdp = occ.LayeredMDP.random(3, 3, 3)
-    with expect("policy: batch element (1,), layer 0, state 0: ", "sum to 3; expected 1"):
-        occ.occupancy(mdp, torch.stack([occ.uniform_policy(mdp), torch.ones(7, 3, dtype=F64)]))
-    with expect("loss: expected shape (*batch, 7, 3), got (3, 7)"):
-        occ.optimal_policy(mdp, torch.ones(3, 7, dtype=torch.float64))
-    with expect("seed: expected a whole number, got Generator", error=TypeError):
-        occ.LayeredMDP.random(3, 3, 3, seed=torch.Generator())

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from zoo import expect
 
 import torch_occ as occ
 from torch_occ.mdp.unroll import ABSORBING
@@ -92,39 +91,6 @@ def test_lift_reads_a_table_by_origin():
     for state, origin in enumerate(mdp.origin.tolist()):
         expected = torch.zeros(2, 3, dtype=F64) if origin == ABSORBING else loss[:, origin]
         assert torch.equal(lifted[:, state], expected)
-
-
-def broken(row):
-    P = table()
-    P[3, 1] = torch.tensor(row, dtype=F64)
-    return P
-
-
-NO_ACTION = ACTIONS & (torch.arange(5) != 3).unsqueeze(-1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "fragments"),
-    [
-        ({"transition": broken([0, 0, 0, 0.5, 0.25])}, ("transition: state 3, action 1: ", "0.75")),
-        ({"transition": broken([0, 0, 0, -0.5, 1.5])}, ("state 3, action 1: ", "state 3 is -0.5")),
-        ({"transition": broken([0, 0, 0, torch.nan, 1])}, ("state 3, action 1: ", "nan")),
-        ({"transition": table()[:4]}, ("transition", "(S, A, S)", "(4, 3, 5)")),
-        ({"horizon": 0}, ("horizon", "0")),
-        ({"terminal": [1, 5]}, ("terminal", "state 5", "5 states")),
-        ({"initial": 5}, ("initial", "state 5", "5 states")),
-        ({"initial": torch.ones(4, dtype=F64) / 4}, ("initial", "(5,)", "(4,)")),
-        ({"initial": torch.tensor([0, 0, 1.5, -0.5, 0])}, ("initial", "state 3", "-0.5")),
-        ({"initial": torch.tensor([0, 0, 0.5, 0, 0])}, ("initial: ", "0.5")),
-        ({"actions": NO_ACTION}, ("actions: state 3", "no action")),
-        ({"actions": NO_ACTION, "initial": 3}, ("actions: state 3", "no action")),
-        ({"actions": ACTIONS[:4]}, ("actions", "(5, 3)", "(4, 3)")),
-    ],
-)
-def test_errors_speak_of_the_states_of_the_table(arguments, fragments):
-    good = {"transition": table(), "horizon": HORIZON, "initial": 1, "actions": ACTIONS}
-    with expect(*fragments):
-        occ.LayeredMDP.from_tables(**(good | arguments))
 
 
 # -- states that no policy reaches -------------------------------------------------------------

@@ -63,9 +63,3 @@ def test_values_are_those_of_the_formula(psi, formula, problem):
     assert batch.shape == (2, 3)
     expected = torch.full((2, 3), expected, dtype=F64)
     torch.testing.assert_close(batch, expected, rtol=1e-13, atol=1e-13)
-
-
-def test_only_the_arguments_in_use_are_read():
-    several = occ.ConditionalEntropy() / 2 + occ.HybridTsallis(1.0) + occ.LogBarrier()
-    assert tuple(several.read(*point("masked"))) == ("pair", "rest", "state")
-    assert tuple(occ.HybridComplement().read(*point("masked"))) == ("pair", "complement")

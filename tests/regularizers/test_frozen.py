@@ -1,7 +1,6 @@
 """The structure of a step cannot change, and all other features of nn.Module still work."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from zoo import PROBLEMS, expect, random_loss
 
 import torch_occ as occ
 from torch_occ.regularizers.base import TabularRegularizer
-from torch_occ.regularizers.parameters import FrozenList
 from torch_occ.regularizers.terms import Log, Power, Term
 
 MDP = PROBLEMS["masked"]().mdp
@@ -24,15 +22,11 @@ def step(request):
     return made
 
 
-def extended(terms):
-    terms += [occ.LogBarrier()]
-
-
 TERMS = {  # changes of the list of terms
     "a term": lambda terms: terms.__setitem__(1, occ.LogBarrier(3.0)),
     "one more": lambda terms: terms.append(occ.LogBarrier()),
     "several more": lambda terms: terms.extend([occ.LogBarrier()]),
-    "one more by +=": extended,
+    "one more by +=": lambda terms: terms.__iadd__([occ.LogBarrier()]),
     "one more in front": lambda terms: terms.insert(0, occ.LogBarrier()),
     "one less": lambda terms: terms.__delitem__(1),
     "the last": lambda terms: terms.pop(1),
@@ -78,26 +72,6 @@ def test_values_of_parameters_are_followed(step):
         step.regularizer.terms[1].beta.fill_(3.0)
     for q in (*found, *(each(LOSS, 3.0) for each in (loaded, assigned, replaced, step))):
         torch.testing.assert_close(q, expected, rtol=1e-10, atol=0)
-
-
-def test_copies_and_conversions_work(step):
-    q = step(LOSS, 3.0)
-    for other in (
-        copy.deepcopy(step),
-        pickle.loads(pickle.dumps(step)),
-        copy.deepcopy(step).to(torch.float32).to(torch.float64),
-    ):
-        torch.testing.assert_close(other(LOSS, 3.0), q, rtol=1e-5, atol=0)
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.mul_(2.0)
-        assert not torch.allclose(other(LOSS, 3.0), q, rtol=1e-3)
-        with pytest.raises(AttributeError, match="cannot be changed"):
-            other.regularizer.terms.append(occ.Shannon())
-    assert torch.equal(step(LOSS, 3.0), q)
-    assert len(list(step.parameters())) == 3
-    assert step.regularizer.terms[:1][0] is step.regularizer.terms[0]
-    assert isinstance(step.regularizer.terms[:1], FrozenList)
 
 
 class Moody(TabularRegularizer):

@@ -45,7 +45,6 @@ OTHERS = {
     ),
     "plug-in": lambda mdp: R.UnknownFTRL(mdp, psi()),
     "restarts": unknown(bonus=True, restart=True),
-    "full information": lambda mdp: R.UnknownFTRL.jin_huang_luo(mdp, T, full_information=True),
 }
 LEARNERS = {name: build for name, (build, _) in PLANNERS.items()} | OTHERS
 GAMES = {
@@ -110,7 +109,7 @@ def test_wide_layers_are_played_without_lanes(name):
     check(mdp, name, occ.BernoulliLosses(random_loss(mdp)), 3)
 
 
-@pytest.mark.parametrize("name", ["ucbvi-bf", "sharp", "restarts", "full information"])
+@pytest.mark.parametrize("name", ["ucbvi-bf", "sharp", "restarts", "layers"])
 @pytest.mark.bits
 def test_a_run_continues_and_a_seed_plays_in_any_company_to_the_same_bits(
     name, tmp_path, monkeypatch

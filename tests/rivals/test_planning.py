@@ -10,9 +10,7 @@ from zoo import Kept, random_loss
 
 import torch_occ as occ
 from torch_occ.engine import draws
-from torch_occ.engine.layout import TRIAL, make_work
-from torch_occ.rivals import kl_ucb
-from torch_occ.step.arrays import model_of
+from torch_occ.rivals.kl_ucb import kl_lower
 
 R = occ.rivals
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
@@ -73,7 +71,9 @@ def test_slow_layers_keep_the_optimal_actions():
 def test_layers_are_drawn_with_halving_probabilities():
     learner, kept = R.MultiLayerUCBVI(MDP, 60), Kept()
     occ.simulate(MDP, learner, occ.BernoulliLosses(MEAN), 1, range(20_000), callbacks=[kept])
-    shares = kept.learner.state["visits"][:, :, 0].sum(-1).mean(0)  # all begin in state 0
+    visits = kept.learner.state["visits"][..., 0, :].sum(-1)  # all begin in state 0
+    shares, every = visits[:, :-1].mean(0), visits[:, -1]
+    assert torch.equal(every, torch.ones_like(every))  # the last row has the data of all layers
     expected = torch.tensor([1 / 2 + 1 / 64, *(0.5**r for r in range(2, 7))])
     torch.testing.assert_close(shares, expected.double(), rtol=0, atol=4 * (0.25 / 20_000) ** 0.5)
 
@@ -82,36 +82,17 @@ def test_layers_are_drawn_with_halving_probabilities():
 
 
 @njit
-def expanded_indices(logs, learner, work, found):
-    """The indices at these values of log t, and how often each was expanded."""
-    expanded = np.zeros(len(learner.visits))
-    for n in range(len(logs)):
-        before = learner.series[kl_ucb.BEGIN].copy()
-        kl_ucb.write_indices(logs[n], learner, work)
-        expanded += before != learner.series[kl_ucb.BEGIN]
-        found[n] = work.pairs[TRIAL]
-    return expanded
+def indices(mean, width, guess):
+    return np.array([kl_lower(mean[i], width[i], guess[i]) for i in range(len(mean))])
 
 
-def indices(mean, visits, logs):
-    size = len(visits)
-    series, found = np.zeros((kl_ucb.SERIES_ROWS, size)), np.zeros((len(logs), size))
-    series[kl_ucb.REACH] = np.inf
-    form = kl_ucb.CompiledKLUCB(visits, mean * visits, logs, mean, visits, series, np.zeros(1))
-    work = make_work(model_of(occ.LayeredMDP.random(1, 1, size, seed=0)))
-    return found, expanded_indices(logs, form, work, found)
-
-
-def test_indices_between_visits():
-    """Power series replace most solves. The first pair has no visits, so its index is zero."""
-    visits = np.array([0.0, 1.0, 1.0, 1.0, 7.0, 7.0, 200.0, 3e3, 3e4, 3e4, 3e4, 3e4, 3e6])
-    mean = np.array([0.0, 0.0, 0.4, 1.0, 1.0, 0.1, 0.6, 0.01, 1e-4, 0.5, 1 - 1e-4, 0.0, 0.3])
-    logs = np.linspace(np.log(2.0), np.log(1e6), 5000)
-    found, expanded = indices(mean, visits, logs)
-    width = torch.from_numpy(logs)[::50, None] / torch.from_numpy(visits).clamp(min=1)
-    expected = oracles.kl_lower(torch.from_numpy(mean).expand(100, -1), width)
-    assert abs(found[::50] - expected.numpy()).max() < 1e-10
-    assert expanded.max() < 400
+def test_indices_from_any_guess():
+    visits = np.array([1.0, 1.0, 1.0, 7.0, 7.0, 200.0, 3e3, 3e4, 3e4, 3e4, 3e4, 3e6])
+    mean = np.array([0.0, 0.4, 1.0, 1.0, 0.1, 0.6, 0.01, 1e-4, 0.5, 1 - 1e-4, 0.0, 0.3])
+    for log in np.linspace(np.log(2.0), np.log(1e6), 20):
+        expected = oracles.kl_lower(*map(torch.from_numpy, (mean, log / visits))).numpy()
+        for guess in (0 * mean, expected, 0.9 * expected, mean, 0.5 * (expected + mean)):
+            assert abs(indices(mean, log / visits, guess) - expected).max() < 1e-10
 
 
 # -- variates --------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import torch
 from mpmath import mp, mpf
 from torch import Tensor
-from zoo import random_loss, tensor
+from zoo import contexts, random_loss, tensor
 
 import torch_occ as occ
 from torch_occ import Status
@@ -181,6 +181,14 @@ def test_a_maximum_is_not_certified(name):
     solution = occ.FTRLStep(mdp, psi).solve(torch.zeros(5, 2, dtype=torch.float64), check=False)
     assert Status(int(solution.status)) in expected
     assert "convex" in Status(int(solution.status)).advice
+
+
+def test_state_terms_of_the_first_layer_change_nothing():
+    """q(s) is fixed there, so that a concave function of it makes no maximum."""
+    mdp, loss, _ = contexts()
+    psi = Table(Term("pair", XLogX(), 1.0), Term("state", XLogX(), -3.0))
+    expected = occ.FTRLStep(mdp, occ.Shannon())(loss)
+    torch.testing.assert_close(occ.FTRLStep(mdp, psi)(loss), expected, rtol=1e-10, atol=0)
 
 
 def test_torch_compares_what_is_returned():

@@ -56,29 +56,6 @@ def test_gradients_are_the_same(regularizer, problem):
         assert all(bool(x.isnan().any()) for x in found[:1])
 
 
-@pytest.mark.bits
-def test_a_batch_is_its_elements():
-    betas = torch.linspace(0.1, 2.0, 40, dtype=torch.float64)
-    step = occ.FTRLStep(MDP, occ.jin_luo(MDP, beta=betas), backend="engine")
-    losses = LOSS * torch.linspace(0.1, 3.0, 40, dtype=torch.float64)[:, None, None]
-    t = torch.linspace(1.0, 500.0, 40, dtype=torch.float64)
-    together = step.solve(losses, t)
-    assert together.backend == "engine"
-    for i in (0, 17, 39):
-        own = occ.FTRLStep(MDP, occ.jin_luo(MDP, beta=float(betas[i])), backend="engine")
-        alone, batch_of_one = own.solve(losses[i], float(t[i])), own.solve(losses[i : i + 1], t[i])
-        for name in ("q", "value", "steps", "dual_residual"):
-            assert torch.equal(getattr(together, name)[i], getattr(batch_of_one, name)[0])
-        torch.testing.assert_close(together.q[i], alone.q, rtol=1e-12, atol=0)
-        assert int(together.steps[i]) == int(alone.steps)
-    torch.testing.assert_close(
-        together.q,
-        occ.FTRLStep(MDP, step.regularizer, backend="torch")(losses, t),
-        rtol=1e-11,
-        atol=0,
-    )
-
-
 def test_batched_parameters_and_a_batched_start_have_the_right_gradients():
     psi = occ.jin_luo(MDP, beta=torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64))
     losses = torch.stack([LOSS, 2 * LOSS]).unsqueeze(1)  # (2, 1, S, A) against (3,)
@@ -122,21 +99,6 @@ def test_an_empty_batch_is_empty():
         assert torch.autograd.grad(q.sum(), loss)[0].shape == (0, 7, 3)
 
 
-def test_an_element_that_fails_poisons_its_own_derivative_only():
-    step = occ.FTRLStep(MDP, occ.Tsallis(0.99) / occ.InverseSqrt(), backend="engine")
-    losses = torch.stack([LOSS, 1e6 * LOSS]).requires_grad_()  # q falls like loss^-100
-    with pytest.raises(occ.SolveError, match=r"batch element \(1,\): UNDERFLOW"):
-        step(losses, 1.0)
-    solution = step.solve(losses, 1.0, check=False)
-    (found,) = torch.autograd.grad((DIRECTION * solution.q).sum(), losses)
-    assert bool(found[0].isfinite().all())
-    assert bool(found[1].isnan().any())
-    solution = step.solve(losses, 1.0, check=False)
-    solution.certificate.zero_()  # as the user likes; derivatives have their own
-    (found,) = torch.autograd.grad((DIRECTION * solution.q).sum(), losses)
-    assert bool(found[1].isnan().any())
-
-
 def test_who_solves():
     class Custom(occ.SeparableRegularizer):
         def pair(self, x):
@@ -156,23 +118,3 @@ def test_who_solves():
     single = occ.FTRLStep(MDP, occ.jin_luo(MDP)).to(torch.float32)
     assert solve(single, single.mdp) == "torch"
     assert solve(single.to(torch.float64), single.mdp) == "engine"
-    with pytest.raises(ValueError, match="backend: Custom is not a table"):
-        occ.FTRLStep(MDP, Custom(), backend="engine")
-    with pytest.raises(ValueError, match="backend: expected auto, torch or engine"):
-        occ.FTRLStep(MDP, Custom(), backend="gpu")
-
-
-def test_shared_modules_and_shared_parameters_stay_where_they_are():
-    """A solve exchanges parameters for a while. It must put them back, or optimizers lose them."""
-    gamma = occ.InverseSqrt(1.5)
-    shared_module = occ.HybridTsallis(0.5) / gamma + occ.LogBarrier(1.0) / gamma
-    first, second = occ.LogBarrier(1.0), occ.LogBarrier(1.0)
-    second.beta = first.beta
-    shared_parameter = first / occ.InverseSqrt(2.0) + second
-    for psi in (shared_module, shared_parameter):
-        before = [id(p) for p in psi.parameters()]
-        answers = [gradients(step, LOSS, 5.0, DIRECTION)[1] for step in pair(MDP, psi)]
-        assert [id(p) for p in psi.parameters()] == before
-        for theirs, ours in zip(*answers, strict=True):
-            assert float(ours.abs().max()) > 0
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)

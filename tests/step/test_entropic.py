@@ -99,10 +99,6 @@ def test_starts_may_have_zeros_and_do_not_matter():
             torch.testing.assert_close(
                 step.solve(loss, warm_start=start).q, cold, rtol=1e-12, atol=0
             )
-        with pytest.raises(
-            ValueError, match=r"warm_start: .* is -1.0; expected an occupancy of at least 0"
-        ):
-            step(loss, warm_start=-torch.ones_like(loss))
 
 
 def test_warm_starts_need_few_steps():
@@ -207,31 +203,6 @@ def test_first_derivatives(model, scale, backend):
         )
         tangent = forward_ad.unpack_dual(moved).tangent
     torch.testing.assert_close(tangent, by_both[0], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_second_derivatives_of_both_backends_agree(model):
-    """Reverse over reverse and forward over reverse, and against the first ones by differences."""
-    mdp = MODELS[model]()
-    loss, direction = random_loss(mdp, 40.0, seed=1), random_loss(mdp, seed=2) - 0.5
-    psi = occ.Shannon() / occ.Constant(0.7)
-    found = []
-    for backend in ("torch", "engine"):
-        step = occ.FTRLStep(mdp, psi, backend=backend)
-
-        def slope(x: Tensor, step: occ.FTRLStep = step) -> Tensor:
-            x = x.detach().requires_grad_()
-            (first,) = torch.autograd.grad(step(x).square().sum(), x)
-            return first
-
-        tracked = loss.clone().requires_grad_()
-        (first,) = torch.autograd.grad(step(tracked).square().sum(), tracked, create_graph=True)
-        (second,) = torch.autograd.grad((first * direction).sum(), tracked)
-        found.append(second)
-        h = 1e-3
-        ahead, behind = (slope(loss + sign * h * direction) for sign in (1, -1))
-        torch.testing.assert_close(second, (ahead - behind) / (2 * h), rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-13)
 
 
 def test_nothing_is_nan_where_everything_has_fallen_to_zero():
@@ -403,25 +374,6 @@ def test_a_mean_field_game_is_solved_at_low_temperatures(weight, tolerance, most
 
 
 # -- in a run --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("estimator", [None, occ.FullInformation()], ids=["bandit", "full"])
-def test_every_step_of_a_run_is_certified(estimator):
-    """A learning rate so large that most pairs vanish; both backends play the same game."""
-    mean, histories = random_loss(MDP, seed=7), []
-    for backend in ("engine", "torch"):
-        learner = occ.FTRL(MDP, occ.Shannon() / occ.Constant(30.0), estimator)
-        history = occ.simulate(
-            MDP, learner, occ.BernoulliLosses(mean), 100, seeds=[3], backend=backend
-        )
-        assert history.uncertified.sum() == 0
-        assert bool((history.last_q < 1e-60).any())
-        histories.append(history)
-    # Importance weights amplify the last digit of q with every visit.
-    first = slice(None) if estimator is not None else histories[0].episodes <= 20
-    torch.testing.assert_close(
-        histories[0].regret[:, first], histories[1].regret[:, first], rtol=1e-9, atol=1e-9
-    )
 
 
 def test_o_reps_far_beyond_its_horizon():

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from other_machine import OtherMachine
 from torch.distributions import constraints
 
 import torch_occ as occ
@@ -56,6 +57,10 @@ def same(found, expected, chosen):
 @pytest.mark.parametrize("name", REGULARIZERS)
 def test_an_element_has_the_same_bits_in_every_batch(name, kind):
     step = occ.FTRLStep(MDPS[kind], REGULARIZERS[name]())
+    with OtherMachine():
+        expected = run(step, torch.arange(COUNT))
+        for chosen in (torch.arange(8), torch.tensor([COUNT - 1])):
+            assert same(run(step, chosen)[:4], expected[:4], chosen)  # without that in t
     expected = run(step, torch.arange(COUNT))
     for count in range(1, COUNT + 1):
         chosen = torch.arange(COUNT - count, COUNT)

@@ -11,17 +11,6 @@ from torch_occ.step.arrays import WeightsOverTime
 F64 = torch.float64
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
 LOSS = 30 * torch.rand(7, 3, dtype=F64, generator=torch.Generator().manual_seed(1))
-T = torch.tensor(37.5, dtype=F64)
-
-
-@pytest.mark.parametrize("place", [False, True])
-def test_weights_over_time_are_powers_of_t(place):
-    gamma = occ.PerState(MDP, torch.linspace(1, 2, 7, dtype=F64)) if place else 1.5
-    psi = occ.Tsallis(0.3) / occ.Polynomial(gamma, 0.37) + occ.LogBarrier(2.0)
-    weights, t = WeightsOverTime(psi, MDP.actions.shape), torch.arange(1.0, 50, dtype=F64)
-    assert weights.at(t).shape == (49, weights.size) == (49, 2 * (21 if place else 1))
-    c, e = torch.from_numpy(weights.powers())
-    torch.testing.assert_close(weights.at(t), c * t[:, None] ** e, rtol=1e-14, atol=0)
 
 
 class Sudden(occ.Schedule):

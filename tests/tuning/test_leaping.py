@@ -103,22 +103,3 @@ def test_phases_are_leapt_through_against_the_best_policy_in_hindsight():
     for i, t in enumerate(played.episodes.tolist()):
         mine = found.regret[:, found.episodes == t].squeeze(-1)
         assert apart(mine, played.regret[:, i]) < 4.5
-
-
-def test_bad_input_is_named():
-    mdp, mean = random_problem()
-    psi = occ.jin_luo(mdp)
-    given = {"regularizer": psi, "losses": mean, "episodes": 10}
-    for options, message in (
-        ({"accuracy": 0.0}, "accuracy: expected a positive number"),
-        ({"episodes": 0}, "episodes: expected a number from 1 to 1e12, got 0"),
-        ({"losses": mean.expand(2, -1, -1)}, "one MDP and one table of means"),
-        ({"estimator": Halfway()}, "leap: the engine does not know the estimator Halfway; use occ"),
-        ({"estimator": occ.ReducedVariance(Slow())}, "leap: the weights are not powers of t"),
-        ({"regularizer": occ.Tsallis() / Slow()}, "leap: the weights are not powers of t"),
-        ({"regularizer": PerState()}, "leap: PerState is not a table of elementary terms"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            occ.leap(mdp, **(given | options))
-    with pytest.raises(ValueError, match=r"leap: the engine works in float64 .* torch.float32"):
-        occ.leap(mdp.to(torch.float32), psi, mean.float(), 10)

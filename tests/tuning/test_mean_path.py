@@ -6,7 +6,7 @@ from zoo import random_loss, random_problem, trajectories
 
 import torch_occ as occ
 from torch_occ.step.implicit import Linearization
-from torch_occ.tuning.forecast import Estimates, phases_of, second_moment
+from torch_occ.tuning.forecast import phases_of, second_moment
 
 
 @pytest.mark.parametrize("height", [0.0, 0.5, 1.0])
@@ -28,12 +28,12 @@ def test_second_moment_equals_the_sum_over_all_trajectories(height):
                 )
                 expected[i, j] += p * square / (weights[i] * weights[j])
     assert torch.allclose(
-        second_moment(mdp, q, Estimates(mean, "bernoulli", baseline)),
+        second_moment(mdp, q, mean, "bernoulli", baseline),
         expected,
         rtol=1e-12,
         atol=1e-12,
     )
-    apart = expected - second_moment(mdp, q, Estimates(mean, "none", baseline))
+    apart = expected - second_moment(mdp, q, mean, "none", baseline)
     assert torch.allclose(apart, torch.diag((flat - flat**2) / weights), atol=1e-12)
 
 
@@ -89,7 +89,7 @@ def test_drift_and_stability_equal_plain_sums_over_every_episode(estimator):
     )
     flat, b = mean.flatten(), baseline.flatten(1)
     increments = (
-        second_moment(mdp, q, Estimates(mean, "bernoulli", baseline))
+        second_moment(mdp, q, mean, "bernoulli", baseline)
         - (flat - b)[:, :, None] * (flat - b)[:, None]
     )
     Pi, second = linear.dense(), increments + flat[:, None] * flat
@@ -186,32 +186,6 @@ def test_phases_are_the_means_that_the_processes_give():
         seen = phases.means[phases.at(torch.arange(1, episodes + 1))]
         assert torch.allclose(seen, torch.stack(given), atol=1e-9), type(process).__name__
         assert phases.noise == process.noise
-
-
-def test_what_cannot_be_forecast_is_refused():
-    mdp, mean = random_problem(0, (2, 2, 2))
-    psi = occ.jin_luo(mdp)
-
-    class Clipped(occ.ImportanceWeighted):
-        def __call__(self, feedback, q, t):
-            return super().__call__(feedback, q, t).clamp(max=3.0)
-
-    for estimator in (occ.ImplicitExploration(0.1), occ.FullInformation(), Clipped()):
-        name = type(estimator).__name__
-        message = f"estimator: {name} cannot be forecast; simulate it, or give Importance"
-        for predict in (occ.forecast, occ.leap):
-            with pytest.raises(TypeError, match=message):
-                predict(mdp, psi, mean, 100, estimator=estimator)
-        worlds = [occ.tuning.World("stochastic", mdp, mean)]
-        with pytest.raises(TypeError, match=message):
-            occ.tuning.ForecastObjective(worlds, 100, estimator=estimator)
-    with pytest.raises(ValueError, match=r"losses: entry \(0, 0\) is 1\..*; losses must be in"):
-        occ.forecast(mdp, psi, mean + 1, 100)
-    with pytest.raises(ValueError, match="SwitchingLosses has 1000 phases"):
-        occ.forecast(mdp, psi, occ.SwitchingLosses(torch.stack([mean, mean]), 1), 1000)
-    for episodes in (0, 10**13):
-        with pytest.raises(ValueError, match="episodes: expected a number from 1 to 1e12"):
-            occ.forecast(mdp, psi, mean, episodes)
 
 
 def test_a_path_without_certificate_is_not_a_number():

@@ -25,6 +25,22 @@ def later(module: str) -> Any:
     return import_module(f"torch_occ.{module}")
 
 
+def former(package: str, name: str, moved: dict[str, str], gone: dict[str, str]) -> Any:
+    """What a former name of a package stands for, with a warning, or an AttributeError.
+
+    `moved` has the names of each module where they are now, `gone` the advice for removed names.
+    """
+    for module, names in moved.items():
+        if name in names.split():
+            text = f"{package}.{name} is {package}.{module}.{name} now"
+            warnings.warn(text, DeprecationWarning, stacklevel=3)
+            return getattr(import_module(f"{package}.{module}"), name)
+    for names, advice in gone.items():
+        if name in names.split():
+            raise AttributeError(f"{package}.{name} was removed: {advice}")
+    raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+
 def check_backend(backend: Backend) -> Backend:
     """Raise a ValueError if `backend` is none of these; return it."""
     if backend not in get_args(Backend):

@@ -162,6 +162,13 @@ class Kept:
         self.in_file = True
         return state
 
+    def begin(self, work: Any, resume: bool) -> None:
+        """Continue the work from the file, if wanted, and check that its state can be written."""
+        found = self.load() if resume else None
+        if found is not None:
+            work.restore(found)
+        self.try_first(work.state())
+
     def try_first(self, state: State) -> None:
         """Check, before the work begins, that this state can be written and read back."""
         if not self.in_file and self.path.is_file():

@@ -1,7 +1,7 @@
 """Every use of a private interface of another package; these may change with its next release.
 
 Each function says what it replaces. No other module names a private interface of torch, Numba,
-llvmlite, TensorBoard or the standard library.
+llvmlite or the standard library.
 """
 
 from __future__ import annotations
@@ -191,11 +191,6 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 # -- other packages ----------------------------------------------------------------------------
-
-
-def event_writer(writer: Any) -> Any:
-    """The event file of a SummaryWriter, opened again if it was closed; takes protocol buffers."""
-    return writer._get_file_writer()
 
 
 def processes_of(pool: ProcessPoolExecutor) -> list[BaseProcess]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from threading import Event
 from typing import Any, NoReturn
 
@@ -48,20 +47,28 @@ def sigterm_raises(wanted: bool = True) -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def asked_to_stop(error: BaseException) -> bool:
-    """Whether an exception is an interruption (Ctrl-C or the program's exit), not an error."""
-    return isinstance(error, KeyboardInterrupt | SystemExit)
+@contextmanager
+def stoppable(kept: Any, stopped: Callable[[], tuple[str, Any]]) -> Iterator[None]:
+    """Save the work in the block if it fails; after an interruption, say how to continue.
 
-
-def explain(error: BaseException, progress: str, result: Any, saved_to: Path | None) -> None:
-    """Set `result` and `saved_to` on the exception, and add a note on how to continue."""
-    error.__dict__.update(result=result, saved_to=saved_to)
-    how = f"saved to {saved_to}; the same call continues" if saved_to else "nothing is saved"
-    message = f"torch_occ: stopped {progress}; {how}"
-    if isinstance(error, SystemExit):
-        print(message, file=sys.stderr, flush=True)
-    else:
-        error.add_note(message)
+    `kept` is a `Kept`, or None. `stopped` returns how far the work came, and its result so far.
+    """
+    with sigterm_raises(kept is not None) as silence:
+        try:
+            yield
+        except BaseException as error:
+            silence()
+            saved = None if kept is None else kept.rescue()
+            if isinstance(error, KeyboardInterrupt | SystemExit):  # Ctrl-C, or the program's exit
+                progress, result = stopped()
+                error.__dict__.update(result=result, saved_to=saved)
+                how = f"saved to {saved}; the same call continues" if saved else "nothing is saved"
+                message = f"torch_occ: stopped {progress}; {how}"
+                if isinstance(error, SystemExit):
+                    print(message, file=sys.stderr, flush=True)
+                else:
+                    error.add_note(message)
+            raise
 
 
 def for_each(function: Callable[[int], None], count: int) -> None:

@@ -90,7 +90,7 @@ def descend(
     best, decrement = np.inf, np.inf
     refresh = not (stale <= usable(work.notes[at.RECENT]))
     largest = shape_loss(model, loss, work)
-    fine = not (EPS * largest <= COARSE * tolerance * least_unit(terms, weights))
+    fine = not (EPS * largest <= COARSE * tolerance * least_unit(model, terms, weights))
     if anywhere(fine):
         shape_rarely(model, loss, fine, work)
     complement = uses(terms, at.COMPLEMENT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from torch_occ._support.choices import extra, progress_bar, summary_writer
+from torch_occ._support.files import write_atomically
 from torch_occ.game.figures import configuration, occupancy_figure, pixels, regret_figure
 from torch_occ.game.history import Band, band
 from torch_occ.game.learners import Learner
@@ -78,8 +78,7 @@ class ProgressBar(Callback):
         self.bar.close()
 
 
-#: Columns of the HParams dashboard: the first parameters, and the curves whose last value is shown.
-_COMPARED = ("learner", "losses", "alpha", "beta", "gamma")
+#: The curves whose last value the HParams dashboard shows.
 _METRICS = ["Regret/mean", "Regret/mean_lower", "Regret/mean_upper", "Regret/realised_mean"]
 _METRICS += ["policy/distance_to_optimal", "solver/uncertified"]
 
@@ -119,17 +118,22 @@ class TensorBoard(Callback):
     def __init__(self, directory: str | Path, *, images_per_decade: int = 1) -> None:
         self.directory, self.images_per_decade = Path(directory), images_per_decade
         self.writer: Any = None
-        self.begun, self.known = 0, False
+        self.begun, self.known, self.monitored = 0, False, 0
         self.next_image = 1.0
 
     def on_start(self, run: Simulation) -> None:
-        _check_directory(self.directory)
+        try:
+            write_atomically(self.directory / "events", lambda _: None, rehearse=True)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            message = f"TensorBoard cannot write here ({reason}); name another directory"
+            raise OSError(error.errno, message, str(self.directory)) from error
         with extra("experiments", "the TensorBoard callback needs tensorboard and matplotlib"):
             import matplotlib  # noqa: F401  (fail here if it is missing, not at the first image)
 
         self.begun = run.t
         self.known = run.t > 0 and any(self.directory.glob("events.out.tfevents.*"))
-        self.next_image = run.t + 1.0
+        self.next_image, self.monitored = run.t + 1.0, run.t if self.known else 0
         # A new run replaces what the directory holds; a resumed run replaces the points after
         # the episode at which it continues.
         self.writer = summary_writer(
@@ -159,6 +163,7 @@ class TensorBoard(Callback):
 
     def on_chunk(self, run: Simulation) -> None:
         # `simulate` saves the run after this. Flush first, so that a killed run leaves no gap.
+        self._monitors(run)
         try:
             self.writer.flush()
         except OSError as error:
@@ -166,6 +171,7 @@ class TensorBoard(Callback):
             raise OSError(message) from error
 
     def on_end(self, run: Simulation, history: History) -> None:
+        self._monitors(run)
         if len(history.episodes) and not (self.known and run.t == self.begun):
             who = f"{type(run.learner).__name__}, {len(run.seeds)} seeds"
             image = pixels(regret_figure(history, title=f"{who}: mean and 95 % band"))
@@ -189,7 +195,7 @@ class TensorBoard(Callback):
             values["Regret/over_log_T"] = values["Regret/mean"] / math.log(t)
         if "corruption" in run.process_state:
             values["Regret/spent_corruption"] = float(now["corruption"].mean())
-        if run.learner.diagnostics():
+        if run.learner.diagnostics() or bool(now["newton_steps"].any()):
             values["solver/newton_steps"] = float(now["newton_steps"].mean())
             for name in ("dual_residual", "flow_residual"):
                 values[f"solver/{name}"] = float(now[name].amax())
@@ -200,10 +206,7 @@ class TensorBoard(Callback):
         return values
 
     def _policy(self, run: Simulation) -> dict[str, float]:
-        """Entropy of the policy, and its distance to the best policy for the first t episodes.
-
-        All are means over seeds and layers.
-        """
+        """Means over seeds and layers; the best policy is that of the first t episodes."""
         mdp, q, mean = run.mdp, run.q, run.sums["total_mean"] / run.t
         best = occupancy(mdp, optimal_policy(mdp, mean).policy)
         policy = policy_of(mdp, q)
@@ -222,12 +225,7 @@ class TensorBoard(Callback):
         self.writer.add_image("policy/q", image, run.t, dataformats="HWC")
 
     def _hparams(self, run: Simulation, moment: Literal["start", "end"]) -> None:
-        """Write the parameters and metrics of a run for the HParams dashboard.
-
-        The dashboard shows every column that at least one run declares.
-        """
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+        """Write the parameters and metrics of a run for the HParams dashboard."""
         from torch.utils.tensorboard.summary import hparams
 
         values = {
@@ -243,48 +241,27 @@ class TensorBoard(Callback):
         values |= {name: x for name, x in own if name != "learning_rate"}
         simple = bool | int | float | str
         values |= {name: x for name, x in run.config.items() if isinstance(x, simple)}
-        _, first, last = hparams(values, {})
-        if moment == "end":
-            self.writer.file_writer.add_summary(last, 0)
-            return
-        columns = [
-            api_pb2.HParamInfo(name=name, differs=name in _COMPARED)
-            for name in dict.fromkeys((*_COMPARED, *values))
-        ]
-        metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in _METRICS]
-        data = plugin_data_pb2.HParamsPluginData(
-            experiment=api_pb2.Experiment(hparam_infos=columns, metric_infos=metrics)
-        )
-        about = metadata.create_summary_metadata(data)
-        value = Summary.Value(tag=metadata.EXPERIMENT_TAG, metadata=about)
-        self.writer.file_writer.add_summary(Summary(value=[value]), 0)
-        self.writer.file_writer.add_summary(first, 0)
+        *start, end = hparams(values, dict.fromkeys(_METRICS, 0.0))
+        for summary in start if moment == "start" else [end]:
+            self.writer.file_writer.add_summary(summary, 0)
+
+    def _monitors(self, run: Simulation) -> None:
+        """Log the numbers of other callbacks: each monitor has them by episode, after one."""
+        for monitor in run.monitors:
+            for t, values in monitor(self.monitored).items():
+                self._scalars(values, t)
+        self.monitored = run.t
 
     def _scalars(self, values: dict[str, float], t: int) -> None:
         for tag, value in values.items():
             self.writer.add_scalar(tag, value, t)
 
 
-def _check_directory(directory: Path) -> None:
-    """Create the directory and write a test file there; raise an OSError if that fails."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory) as file:
-            file.write(b"events")
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        message = f"TensorBoard cannot write here ({reason}); name another directory"
-        raise OSError(error.errno, message, str(directory)) from error
-
-
 # -- the numbers of a learner ------------------------------------------------------------------
 
 
 def parameters(learner: Learner, t: int) -> dict[str, float]:
-    """Every number that a learner has, by its name, and learning rates at episode t.
-
-    A second number of the same name gets the suffix _2, and so on.
-    """
+    """Every number that a learner has, by its name (with _2, ...), and rates at episode t."""
     found: dict[str, float] = {}
     counts: Counter[str] = Counter()
     for name, value in _numbers(learner, t):

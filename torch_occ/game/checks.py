@@ -8,8 +8,7 @@ and the value, and says what was expected.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from torch_occ.game.estimators import Estimator, Feedback
 from torch_occ.game.losses import LossProcess, State
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_of, flow_source
 from torch_occ.step.solution import Status
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch_occ.game.simulate import Simulation
 
 
-#: Names a batch element, for messages.
+#: The first words of a message about a batch element.
 Where = Callable[[int], str]
 
 #: The entries that `Learner.diagnostics` returns; `status` is optional.
@@ -65,25 +65,22 @@ class Contract:
             return
         what = f"learner: policy from {self.learner}.propose_policy"
         check_tensor(what, policy, self.mdp, (len(self.seeds),), f"episode {t}")
-        fault = _fault(self.mdp, policy)
-        if fault is not None:
-            element, problem = fault
-            raise ValueError(f"{what} at {self._where(t, len(policy))(element)}, {problem}")
+        refuse_policy(policy, self.mdp, self._where(what, t, len(policy)))
 
     def _tell(self, what: str, t: int, q: Tensor, residual: Tensor) -> None:
         """Raise an error that says what is wrong with q, and where."""
-        where, exists = self._where(t, len(q)), self.mdp.actions
+        where, exists = self._where(what, t, len(q)), self.mdp.actions
         for good, expected in (
             (q.isfinite(), "expected finite numbers"),
             (q >= -self.tolerance, "expected q >= 0; clip what rounding left over"),
             (exists | (q <= self.tolerance), "the state has no such action; expected 0"),
         ):
-            refuse_first(what, q, good, self.mdp, where, expected)
+            refuse_first(q, good, self.mdp, where, expected)
         element, state = divmod(int(residual.abs().argmax()), self.mdp.num_states)
         out = float(q[element, state].sum())
         source = "initial" if state < self.mdp.layer_sizes[0] else "incoming"
         raise ValueError(
-            f"{what} at {where(element)}, {self.mdp.locate(state)} is no occupancy measure: its "
+            f"{where(element)}{self.mdp.locate(state)} is no occupancy measure: its "
             f"actions sum to {out:.6g}, but the {source} probability is "
             f"{out - float(residual[element, state]):.6g}. If it is a policy, return "
             "occ.occupancy(mdp, policy)"
@@ -103,29 +100,24 @@ class Contract:
         good = (means >= 0) & (means <= 1)
         if not bool(good.all()):
             row = int((~good).flatten(1).any(1).nonzero()[0])
-            where = self._where(first + row, means.shape[1])
-            refuse_first(what, means[row], good[row], self.mdp, where, "expected means in [0, 1]")
+            where = self._where(what, first + row, means.shape[1])
+            refuse_first(means[row], good[row], self.mdp, where, "expected means in [0, 1]")
         return means, state
 
     def drawn(self, t: int, feedback: Feedback) -> None:
         """Check that losses from a user's `draw` are finite, one for each mean."""
         if self.trusts_draws:
             return
-        what, shape = f"losses: {self.losses}.draw", tuple(feedback.states.shape)
-        losses = feedback.losses
-        if tuple(losses.shape) != shape or losses.dtype != self.mdp.dtype:
-            found = f"{losses.dtype} of shape {tuple(losses.shape)}"
-            raise ValueError(
-                f"{what} at episode {t}: expected {self.mdp.dtype} of shape {shape}, like its "
-                f"means, got {found}"
-            )
+        what, losses, where = f"losses: {self.losses}.draw", feedback.losses, f"at episode {t}"
+        found, shape = _kind(losses), f"{self.mdp.dtype} of shape {tuple(feedback.states.shape)}"
+        check_that(found == shape, f"{what} {where}", f"{shape}, like its means", found)
         wrong = (~losses.isfinite()).nonzero()
         if len(wrong):
             i, k = wrong[0].tolist()
             state, action = int(feedback.states[i, k]), int(feedback.actions[i, k])
             raise ValueError(
-                f"{what} at {self._where(t, len(losses))(i)}, {self.mdp.locate(state)}, action "
-                f"{action} is {float(losses[i, k])}; expected finite numbers"
+                f"{self._where(what, t, len(losses))(i)}{self.mdp.locate(state)}, action {action} "
+                f"is {float(losses[i, k])}; expected finite numbers"
             )
 
     def diagnostics(self, t: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -133,23 +125,19 @@ class Contract:
         if self.trusts_learner or not found:
             return found
         what = f"learner: {self.learner}.diagnostics at episode {t}"
-        if {*found} - {*DIAGNOSTICS} or {*DIAGNOSTICS[:4]} - {*found}:
-            raise ValueError(
-                f"{what}: expected nothing, or the names {', '.join(DIAGNOSTICS[:4])}, got "
-                f"{', '.join(map(str, found))}"
-            )
+        fine = {*DIAGNOSTICS[:4]} <= {*found} <= {*DIAGNOSTICS}
+        expected = f"nothing, or the names {', '.join(DIAGNOSTICS[:4])}"
+        check_that(fine, what, expected, ", ".join(map(str, found)))
         for name, value in found.items():
-            if not isinstance(value, Tensor) or tuple(value.shape) != (len(self.seeds),):
-                raise ValueError(
-                    f"{what}: expected {name} to be a tensor of shape ({len(self.seeds)},), got "
-                    f"{_kind(value)}"
-                )
+            fine = isinstance(value, Tensor) and tuple(value.shape) == (len(self.seeds),)
+            expected = f"{name} to be a tensor of shape ({len(self.seeds)},)"
+            check_that(fine, what, expected, _kind(value))
         return found
 
-    def _where(self, t: int, count: int) -> Where:
-        """Names the episode and the seed of a batch element; all seeds if there is one element."""
-        alike = count != len(self.seeds)
-        return lambda i: f"episode {t}, {'every seed' if alike else f'seed {self.seeds[i]}'}"
+    def _where(self, what: str, t: int, count: int) -> Where:
+        """The episode and the seed of a batch element; all seeds if there is one element."""
+        names = [f"seed {seed}" for seed in self.seeds] if count == len(self.seeds) else []
+        return lambda i: f"{what} at episode {t}, {names[i] if names else 'every seed'}, "
 
 
 def check_estimate(
@@ -161,54 +149,39 @@ def check_estimate(
     what = f"estimator: {type(estimator).__name__}"
     check_tensor(what, estimate, mdp, (count,), f"episode {t}", strict=True)
     good = estimate.isfinite() | ~mdp.actions
-    expected = "expected finite numbers"
-    refuse_first(what, estimate, good, mdp, lambda i: f"episode {t}, seeds[{i}]", expected)
+    place = f"{what} at episode {t}, "
+    where = lambda i: f"{place}seeds[{i}], "  # noqa: E731
+    refuse_first(estimate, good, mdp, where, "expected finite numbers")
     return estimate
 
 
 def check_policy(mdp: LayeredMDP, policy: Tensor) -> Tensor:
-    """Return the policy `(S, A)` if each row is a distribution over the actions of its state.
-
-    Raises:
-        ValueError: otherwise; it names the state, the action and the value.
-    """
+    """Return the policy `(S, A)`; a ValueError if a row is no distribution over actions."""
     check_tensor("policy", policy, mdp, (), "")
-    fault = _fault(mdp, policy[None])
-    if fault is not None:
-        raise ValueError(f"policy: {fault[1]}")
+    refuse_policy(policy[None], mdp, lambda _: "policy: ")
     return policy
 
 
-def _fault(mdp: LayeredMDP, policy: Tensor) -> tuple[int, str] | None:
-    """The first row of `(N, S, A)` that is no distribution: its batch element, and a message."""
-    good = (policy >= 0) & policy.isfinite() & (mdp.actions | (policy == 0))
+def refuse_policy(policy: Tensor, mdp: LayeredMDP, where: Where) -> None:
+    """Raise a ValueError that names the first row of `(N, S, A)` that is no distribution."""
+    good = (policy >= 0) & policy.isfinite()
+    refuse_first(policy, good | ~mdp.actions, mdp, where, "expected a probability")
+    absent, expected = mdp.actions | (policy == 0), "expected 0, as there is no such action"
+    refuse_first(policy, absent, mdp, where, expected)
     sums = policy.sum(-1)
-    if bool(good.all()) and float((sums - 1).abs().max()) <= occupancy_tolerance(mdp.dtype):
-        return None
-    wrong = (~good).nonzero()
-    if len(wrong):
-        element, state, action = wrong[0].tolist()
-        exists = bool(mdp.actions[state, action])
-        expected = "a probability" if exists else "0, as there is no such action"
-        value = float(policy[element, state, action])
-        return element, f"{mdp.locate(state)}, action {action} is {value}; expected {expected}"
-    off = (sums - 1).abs() > occupancy_tolerance(mdp.dtype)
-    element, state = off.nonzero()[0].tolist()
-    found = float(sums[element, state])
-    return element, f"{mdp.locate(state)}: the probabilities sum to {found:.12g}; expected 1"
+    off = ((sums - 1).abs() > occupancy_tolerance(mdp.dtype)).nonzero()
+    for i, state in off[:1].tolist():
+        found = f"the probabilities sum to {float(sums[i, state]):.12g}"
+        raise ValueError(f"{where(i)}{mdp.locate(state)}: {found}; expected 1")
 
 
 def check_tensor(
     what: str, x: Any, mdp: LayeredMDP, batch: Sequence[int], when: str, *, strict: bool = False
 ) -> None:
-    """Check the type, the device and the shape `(*batch, S, A)` of a tensor.
-
-    Without `strict`, a batch dimension of size 1 stands for all elements.
-    """
+    """Check type, device and shape `(*batch, S, A)`; 1 stands for any size unless `strict`."""
     expected = (*batch, mdp.num_states, mdp.num_actions)
-    at = f" at {when}" if when else ""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{what}{at}: expected a tensor of shape {expected}, got {_kind(x)}")
+    at, fine = f" at {when}" if when else "", isinstance(x, Tensor)
+    check_that(fine, f"{what}{at}", f"a tensor of shape {expected}", _kind(x), TypeError)
     free = [{size} if strict else {size, 1} for size in batch]
     fits = x.dim() == len(expected) and tuple(x.shape[len(batch) :]) == expected[len(batch) :]
     if not fits or any(size not in sizes for size, sizes in zip(x.shape, free, strict=False)):
@@ -222,25 +195,16 @@ def check_tensor(
         )
 
 
-def refuse_first(
-    what: str, x: Tensor, good: Tensor, mdp: LayeredMDP, where: Where, expected: str
-) -> None:
+def refuse_first(x: Tensor, good: Tensor, mdp: LayeredMDP, where: Where, expected: str) -> None:
     """Raise a ValueError that names the first entry of x `(N, S, A)` that is not good."""
-    wrong = (~good.expand_as(x)).nonzero()
-    if len(wrong):
-        element, state, action = wrong[0].tolist()
-        value = float(x[element, state, action])
-        raise ValueError(
-            f"{what} at {where(element)}, {mdp.locate(state)}, action {action} is {value}; "
-            f"{expected}"
-        )
+    if not bool(good.all()):
+        i, state, action = (~good.expand_as(x)).nonzero()[0].tolist()
+        found = f"{mdp.locate(state)}, action {action} is {float(x[i, state, action])}"
+        raise ValueError(f"{where(i)}{found}; {expected}")
 
 
 def occupancy_tolerance(dtype: torch.dtype) -> float:
-    """The largest accepted violation of the flow constraints by a user's q.
-
-    It allows solvers of moderate accuracy.
-    """
+    """The largest accepted violation of the flow constraints, for solvers of users."""
     return 1e-6 if dtype == torch.float64 else 1e-4
 
 
@@ -255,14 +219,6 @@ def _kind(x: Any) -> str:
 
 class UncertifiedWarning(UserWarning):
     """Some steps of a run could not be certified, so its q and its regret may be wrong."""
-
-
-@contextmanager
-def uncertified_is_handled() -> Iterator[None]:
-    """Silence `UncertifiedWarning` for callers that check `history.uncertified` themselves."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UncertifiedWarning)
-        yield
 
 
 def warn_of_first(run: Simulation) -> bool:

@@ -13,6 +13,7 @@ from torch_occ.game.history import History, Mean, short_number
 from torch_occ.game.learners import Learner
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.simulate import simulate
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 
 if TYPE_CHECKING:
@@ -111,20 +112,15 @@ def compare_learners(
         ValueError: if there are fewer than two learners or seeds, or if no learner has the name of
             the baseline.
     """
-    if not isinstance(learners, Mapping):
-        raise TypeError(
-            'learners: expected a dictionary, {"name": learner, ...}, got '
-            f"{type(learners).__name__}"
-        )
+    fine, expected = isinstance(learners, Mapping), 'a dictionary, {"name": learner, ...}'
+    check_that(fine, "learners", expected, type(learners).__name__, TypeError)
     if "save_to" in options:
         raise ValueError("save_to: a file holds one run; simulate each learner with its own file")
-    if len(learners) < 2:
-        raise ValueError(f"learners: expected at least two to compare, got {list(learners)}")
-    if len(seeds) < 2:
-        raise ValueError(f"seeds: expected at least two, which intervals need, got {list(seeds)}")
-    baseline = next(iter(learners)) if baseline is None else baseline
-    if baseline not in learners:
-        raise ValueError(f"baseline: expected one of {list(learners)}, got {baseline!r}")
+    names, seeds = list(learners), list(seeds)
+    check_that(len(names) >= 2, "learners", "at least two to compare", names)
+    check_that(len(seeds) >= 2, "seeds", "at least two, which intervals need", seeds)
+    baseline = names[0] if baseline is None else baseline
+    check_that(baseline in learners, "baseline", f"one of {names}", repr(baseline))
     histories = {
         name: simulate(mdp, learner, losses, episodes, seeds, **options)
         for name, learner in learners.items()

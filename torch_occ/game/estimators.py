@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ.mdp.checks import check_that
 from torch_occ.regularizers.schedules import Schedule
 
 
@@ -86,15 +87,11 @@ class ReducedVariance(CentredEstimator):
     """
 
     def __init__(self, learning_rate: Schedule) -> None:
-        if not isinstance(learning_rate, Schedule):
-            raise TypeError(
-                "learning_rate: expected an occ.Schedule, for example occ.InverseSqrt(0.5), got "
-                f"{learning_rate!r}"
-            )
-        if learning_rate.places():
-            raise ValueError(
-                "learning_rate: expected one rate for all pairs, got one per layer, state or pair"
-            )
+        expected = "an occ.Schedule, for example occ.InverseSqrt(0.5)"
+        fine = isinstance(learning_rate, Schedule)
+        check_that(fine, "learning_rate", expected, repr(learning_rate), TypeError)
+        found = "one per layer, state or pair"
+        check_that(not learning_rate.places(), "learning_rate", "one rate for all pairs", found)
         self.learning_rate = learning_rate
 
     def threshold(self, t: Tensor) -> Tensor:
@@ -114,8 +111,7 @@ class ImplicitExploration(Estimator):
     """
 
     def __init__(self, bias: float) -> None:
-        if not bias > 0:
-            raise ValueError(f"bias: expected a positive number, got {bias}")
+        check_that(bias > 0, "bias", "a positive number", bias)
         self.bias = bias
 
     def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:
@@ -135,11 +131,7 @@ class FullInformation(Estimator):
 
 
 def centred(estimator: Estimator | None) -> CentredEstimator:
-    """Return the estimator if its covariance is known in advance; None is `ImportanceWeighted`.
-
-    Raises:
-        TypeError: for any other estimator.
-    """
+    """Return the estimator; a TypeError if its covariance is not known in advance."""
     if estimator is None:
         return ImportanceWeighted()
     # An estimator with its own `__call__` has another covariance.

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import extra
+from torch_occ._support.files import markdown
 from torch_occ.game.estimators import Estimator
 from torch_occ.game.history import History, band
 from torch_occ.game.losses import LossProcess
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer, Scaled, Sum
 from torch_occ.regularizers.parameters import Parametrized
@@ -144,11 +146,9 @@ def occupancy_figure(
     """
     from matplotlib.colors import PowerNorm
 
-    if tuple(q.shape) != (mdp.num_states, mdp.num_actions):
-        raise ValueError(
-            f"q: expected shape {(mdp.num_states, mdp.num_actions)}, got {tuple(q.shape)}; "
-            "of several seeds, draw one or their mean, q.mean(0)"
-        )
+    found = f"{tuple(q.shape)}; of several seeds, draw one or their mean, q.mean(0)"
+    fits = q.shape == mdp.actions.shape
+    check_that(fits, "q", f"shape {tuple(mdp.actions.shape)}", found)
     layers = np.linspace(0, mdp.horizon - 1, min(mdp.horizon, PANELS)).round().astype(int).tolist()
     cells, most = max(*mdp.layer_sizes, mdp.num_actions), min(max(mdp.layer_sizes), STATES)
     written = cells <= WRITTEN and mdp.horizon <= PANELS
@@ -262,10 +262,6 @@ def configuration(run: Simulation) -> str:
         f"config: {name}": x if isinstance(x, str) else json.dumps(x, default=str)
         for name, x in run.config.items()
     }
-    cells = [
-        (name.replace("|", "\\|"), x.replace("|", "\\|").replace("\n", " "))
-        for name, x in rows.items()
-    ]
-    return "\n".join(
-        ["| setting | value |", "|---|---|", *(f"| {name} | `{x}` |" for name, x in cells)]
-    )
+    cells = [[name, f"`{x}`".replace("\n", " ")] for name, x in rows.items()]
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in cells]
+    return markdown(["setting", "value"], escaped, left=(0, 1))

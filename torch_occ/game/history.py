@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_occ._support.choices import extra, later
 from torch_occ._support.files import markdown, read_checked, write_checked
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import running_total
 from torch_occ.mdp.occupancy import optimal_policy
@@ -34,10 +35,7 @@ class Band(NamedTuple):
 
 
 def band(curves: Tensor) -> Band:
-    """Mean over the first dimension and Student's 95 % interval: `(N, C)` -> `(C,)` each.
-
-    For one seed the interval has width zero.
-    """
+    """Mean over seeds and Student's 95 % interval, `(N, C)` -> `(C,)`; of width 0 for one seed."""
     mean, n = curves.mean(0), len(curves)
     if n < 2:
         return Band(mean, mean, mean)
@@ -76,10 +74,7 @@ def short_number(x: float, digits: int = 4) -> str:
 
 
 def student(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t distribution.
-
-    From five degrees of freedom on it comes from an expansion that is correct to 0.2 %.
-    """
+    """The 97.5 % quantile of Student's t distribution, correct to 0.2 %."""
     if degrees < 5:
         return {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445}[degrees]
     z, n = 1.959964, degrees
@@ -143,12 +138,11 @@ class Curves:
             ValueError: if there is no such curve, or no checkpoint was reached.
         """
         curve = self.shown[0] if curve is None else curve
-        values = self._curves().get(curve)
-        if values is None:
-            raise ValueError(f"curve: expected one of {list(self._curves())}, got {curve!r}")
-        if not values.shape[-1]:
+        curves = self.curves
+        check_that(curve in curves, "curve", f"one of {list(curves)}", repr(curve))
+        if not len(self.episodes):
             raise ValueError("history: no checkpoint was reached, so no curve has a last point")
-        return Mean.of(values[:, -1].cpu())
+        return Mean.of(curves[curve][:, -1].cpu())
 
     def to_dataframe(self) -> Any:
         """Every curve as a pandas DataFrame.
@@ -166,11 +160,12 @@ class Curves:
             "seed": np.repeat(np.array(self.seeds), points),
             "episode": np.tile(self.episodes.numpy(), len(self.seeds)),
         }
-        columns |= {name: x.cpu().numpy().reshape(-1) for name, x in self._curves().items()}
+        columns |= {name: x.cpu().numpy().reshape(-1) for name, x in self.curves.items()}
         return pandas.DataFrame(columns)
 
-    def _curves(self) -> dict[str, Tensor]:
-        """All tensors with a value for each seed and checkpoint, by name."""
+    @property
+    def curves(self) -> dict[str, Tensor]:
+        """All curves `(N, C)` by name, as `torch.testing.assert_close` takes them."""
         shape, every = (len(self.seeds), len(self.episodes)), self._fields().items()
         return {name: x for name, x in every if isinstance(x, Tensor) and tuple(x.shape) == shape}
 

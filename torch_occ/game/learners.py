@@ -28,6 +28,7 @@ from torch_occ.game.estimators import (
     ImportanceWeighted,
     ReducedVariance,
 )
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import cheapest, interior_point, occupancy, optimal_policy
 from torch_occ.regularizers.base import Regularizer
@@ -158,11 +159,6 @@ class FixedPolicy(Learner):
         else:
             self.q = occupancy(mdp, check_policy(mdp, policy), in_order=True).detach()
 
-    @classmethod
-    def best_in_hindsight(cls, mdp: LayeredMDP, mean: Tensor) -> FixedPolicy:
-        """The optimal policy for the (average) mean loss `(S, A)`, which no learner knows."""
-        return cls(mdp, optimal_policy(mdp, mean, in_order=True).policy)
-
     def propose(self, t: int) -> Tensor:
         return self.q[None]
 
@@ -223,13 +219,10 @@ class OptimisticValueIteration(EmpiricalLearner):
 
     def __init__(self, mdp: LayeredMDP, scale: float = 0.5**0.5, floor: float = 0.0) -> None:
         super().__init__(mdp)
-        if not scale > 0:
-            raise ValueError(f"scale: expected a positive number, got {scale}")
-        if not floor <= 0 or (math.isinf(floor) and mdp.horizon > 1):
-            raise ValueError(
-                "floor: expected a number of at most 0, finite if there is more than one layer, "
-                f"got {floor}"
-            )
+        check_that(scale > 0, "scale", "a positive number", scale)
+        fine = floor <= 0 and (math.isfinite(floor) or mdp.horizon == 1)
+        expected = "a number of at most 0, finite if there is more than one layer"
+        check_that(fine, "floor", expected, floor)
         self.scale, self.floor = scale, floor
 
     def index(self, t: int) -> Tensor:
@@ -280,23 +273,19 @@ class FTRL(Learner):
     ) -> None:
         super().__init__(mdp)
         self.optimistic = optimistic
-        if not isinstance(regularizer, Regularizer):
-            raise TypeError(
-                "regularizer: expected an occ.Regularizer, for example occ.jin_luo(mdp), got "
-                f"{type(regularizer).__name__}"
-            )
-        if not isinstance(estimator, Estimator | None):
-            raise TypeError(
-                "estimator: expected an occ.Estimator, for example occ.ImportanceWeighted(), got "
-                f"{estimator!r}"
-            )
+        fine, expected = isinstance(regularizer, Regularizer), "for example occ.jin_luo(mdp)"
+        kind = type(regularizer).__name__
+        check_that(fine, "regularizer", f"an occ.Regularizer, {expected}", kind, TypeError)
+        expected = "an occ.Estimator, for example occ.ImportanceWeighted()"
+        fine = isinstance(estimator, Estimator | None)
+        check_that(fine, "estimator", expected, repr(estimator), TypeError)
         self.step = FTRLStep(mdp, regularizer, constraints=constraints)
         self.valid: list[Any] = []  # the last parameters that `check_settings` found valid
-        if constraints is not None and constraints.costs.dim() + constraints.limits.dim() > 4:
-            raise ValueError(
-                "constraints: expected budgets without a batch, costs (m, S, A) and limits (m,), "
-                f"got {tuple(constraints.costs.shape)} and {tuple(constraints.limits.shape)}"
-            )
+        if constraints is not None:
+            shapes = tuple(constraints.costs.shape), tuple(constraints.limits.shape)
+            expected = "budgets without a batch, costs (m, S, A) and limits (m,)"
+            fine = sum(map(len, shapes)) <= 4
+            check_that(fine, "constraints", expected, f"{shapes[0]} and {shapes[1]}")
         self.estimator = ImportanceWeighted() if estimator is None else estimator
 
     @property

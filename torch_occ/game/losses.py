@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.streams import Purpose, stream
-from torch_occ.mdp.checks import as_tensor
+from torch_occ.mdp.checks import as_tensor, check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import likeliest, optimal_policy
 
@@ -29,6 +29,9 @@ Means = tuple[Tensor, State]
 class LossProcess:
     """Base class. Subclasses define `means`, and `start` if they have a state."""
 
+    #: The attribute with a loss table `(S, A)`, or `(n, S, A)`, which must fit the MDP.
+    given: str | None = None
+
     #: How a loss is drawn: equal to its mean, as 0 or 1, or uniformly on the widest interval around
     #: the mean inside [0, 1].
     noise: Noise = "none"
@@ -39,6 +42,9 @@ class LossProcess:
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
         """Check that the process fits the MDP, and return the state before the first episode."""
+        if self.given is not None:
+            table = getattr(self, self.given)
+            check_fits(self.given, table[0] if self.given.startswith("table") else table, mdp)
         return {}
 
     def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> Means:
@@ -68,13 +74,10 @@ class Stationary(LossProcess):
     """The same means in every episode; without noise, a constant loss."""
 
     stride = 1 << 62
+    given = "mean"
 
     def __init__(self, mean: Tensor, noise: Noise = "none") -> None:
         self.mean, self.noise = check_unit_interval("mean", mean), check_noise(noise)
-
-    def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
-        check_fits("mean", self.mean, mdp)
-        return {}
 
     def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> Means:
         return self.mean[None, None], state
@@ -101,15 +104,12 @@ class TableLosses(LossProcess):
         ValueError: if the table does not have three dimensions, or a loss is not in [0, 1].
     """
 
+    given = "table"
+
     def __init__(self, table: Tensor) -> None:
         self.table = check_unit_interval("table", table)
-        if self.table.dim() != 3:
-            raise ValueError(f"table: expected shape (T, S, A), got {tuple(table.shape)}")
+        check_that(self.table.dim() == 3, "table", "shape (T, S, A)", tuple(table.shape))
         self.length = len(self.table)
-
-    def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
-        check_fits("table", self.table[0], mdp)
-        return {}
 
     def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> Means:
         return self.table[t0 - 1 : t0 - 1 + n, None], state
@@ -125,17 +125,14 @@ class SwitchingLosses(LossProcess):
             `period` is less than 1.
     """
 
+    given = "tables"
+
     def __init__(self, tables: Tensor, period: int, noise: Noise = "none") -> None:
         self.tables, self.period = check_unit_interval("tables", tables), period
         self.noise = check_noise(noise)
-        if self.tables.dim() != 3:
-            raise ValueError(f"tables: expected shape (K, S, A), got {tuple(tables.shape)}")
-        if not isinstance(period, int) or period < 1:
-            raise ValueError(f"period: expected a whole number of at least 1, got {period}")
-
-    def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
-        check_fits("tables", self.tables[0], mdp)
-        return {}
+        check_that(self.tables.dim() == 3, "tables", "shape (K, S, A)", tuple(tables.shape))
+        whole = isinstance(period, int) and period >= 1
+        check_that(whole, "period", "a whole number of at least 1", period)
 
     def means(self, mdp: LayeredMDP, state: State, t0: int, n: int, q: Tensor) -> Means:
         t = torch.arange(t0 - 1, t0 - 1 + n, device=self.tables.device)
@@ -150,8 +147,7 @@ class RandomWalkLosses(LossProcess):
     """
 
     def __init__(self, step: float = 0.01, noise: Noise = "none") -> None:
-        if not 0 < step < 1:
-            raise ValueError(f"step: expected a number in (0, 1), got {step}")
+        check_that(0 < step < 1, "step", "a number in (0, 1)", step)
         self.step, self.noise = step, check_noise(noise)
 
     def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
@@ -205,19 +201,15 @@ class StochasticallyConstrained(LossProcess):
         ValueError: if a loss is not in [0, 1], or `swing` or `growth` is out of range.
     """
 
+    given = "base"
+
     def __init__(
         self, base: Tensor, swing: float = 0.5, growth: float = 1.6, noise: Noise = "bernoulli"
     ) -> None:
-        if not 0 <= swing < 1:
-            raise ValueError(f"swing: expected a number in [0, 1), got {swing}")
-        if not growth > 1:
-            raise ValueError(f"growth: expected more than 1, got {growth}")
+        check_that(0 <= swing < 1, "swing", "a number in [0, 1)", swing)
+        check_that(growth > 1, "growth", "more than 1", growth)
         self.base, self.swing, self.growth = check_unit_interval("base", base), swing, growth
         self.noise = check_noise(noise)
-
-    def start(self, mdp: LayeredMDP, seeds: Sequence[int]) -> State:
-        check_fits("base", self.base, mdp)
-        return {}
 
     @property
     def gap_table(self) -> Tensor:
@@ -241,29 +233,21 @@ class StochasticallyConstrained(LossProcess):
 def check_unit_interval(name: str, table: Tensor) -> Tensor:
     """Return a copy of the table; raise a ValueError if an entry is not in [0, 1]."""
     table = as_tensor(table)
-    if not isinstance(table, Tensor):
-        raise TypeError(
-            f"{name}: expected a torch tensor, got {type(table).__name__}; "
-            "make one by torch.as_tensor(..., dtype=torch.float64)"
-        )
+    advice = f"{type(table).__name__}; make one by torch.as_tensor(..., dtype=torch.float64)"
+    check_that(isinstance(table, Tensor), name, "a torch tensor", advice, TypeError)
     wrong = (~((table >= 0) & (table <= 1))).nonzero()
     if len(wrong):
         index = tuple(wrong[0].tolist())
         raise ValueError(
             f"{name}: entry {index} is {float(table[index])}; losses must be in [0, 1]"
         )
-    if table.numel() == 0:
-        raise ValueError(
-            f"{name}: expected at least one loss, got an empty tensor of shape {tuple(table.shape)}"
-        )
+    empty = f"an empty tensor of shape {tuple(table.shape)}"
+    check_that(table.numel() > 0, name, "at least one loss", empty)
     return table.detach().clone()
 
 
 def mean_square(mean: Tensor, noise: Noise) -> Tensor:
-    """E[loss^2] of losses that `LossProcess.draw` draws with mean m.
-
-    It is m for Bernoulli, m^2 + min(m, 1-m)^2 / 3 for uniform, and m^2 without noise.
-    """
+    """E[loss^2] of losses that `LossProcess.draw` draws with this mean."""
     if noise == "bernoulli":
         return mean
     spread = torch.minimum(mean, 1 - mean).square() / 3 if noise == "uniform" else 0.0
@@ -271,10 +255,9 @@ def mean_square(mean: Tensor, noise: Noise) -> Tensor:
 
 
 def second_moments(mean: Tensor, square: Tensor) -> Tensor:
-    """E[loss_i loss_j] for all pairs i <= j, from E[loss] and E[loss^2] of each pair.
+    """E[loss_i loss_j] for i <= j, from E[loss] and E[loss^2], `(*batch, S * A, S * A)`.
 
-    Losses of different pairs are independent given their means. Pairs are flattened and i <= j, so
-    the matrix is upper triangular: `(*batch, S, A)` -> `(*batch, S * A, S * A)`.
+    Losses of different pairs are independent given their means.
     """
     flat = mean.flatten(-2)
     products = torch.triu(flat.unsqueeze(-1) * flat.unsqueeze(-2), 1)
@@ -283,19 +266,16 @@ def second_moments(mean: Tensor, square: Tensor) -> Tensor:
 
 def check_noise(noise: Noise) -> Noise:
     """Return the noise; raise a ValueError if it is unknown."""
-    if noise not in ("none", "bernoulli", "uniform"):
-        raise ValueError(f"noise: expected none, bernoulli or uniform, got {noise!r}")
+    known = noise in ("none", "bernoulli", "uniform")
+    check_that(known, "noise", "none, bernoulli or uniform", repr(noise))
     return noise
 
 
 def check_fits(name: str, table: Tensor, mdp: LayeredMDP) -> None:
     """Raise a ValueError if a table does not have the shape, type and device of the MDP."""
-    expected = (mdp.num_states, mdp.num_actions)
-    if tuple(table.shape) != expected or table.dtype != mdp.dtype or table.device != mdp.device:
-        found = f"{table.dtype} of shape {tuple(table.shape)} on {table.device}"
-        raise ValueError(
-            f"{name}: expected {mdp.dtype} of shape {expected} on {mdp.device}, got {found}"
-        )
+    found = f"{table.dtype} of shape {tuple(table.shape)} on {table.device}"
+    expected = f"{mdp.dtype} of shape {tuple(mdp.actions.shape)} on {mdp.device}"
+    check_that(found == expected, name, expected, found)
 
 
 # -- Corrupted losses: the means of another process are changed, within a budget -------------------
@@ -329,20 +309,14 @@ class Corrupted(LossProcess):
         episodes: int | None = None,
         target: Tensor | None = None,
     ) -> None:
-        if not isinstance(base, LossProcess):
-            raise TypeError(
-                "base: expected an occ.LossProcess, for example occ.BernoulliLosses(mean), got "
-                f"{type(base).__name__}"
-            )
-        if not budget >= 0:
-            raise ValueError(f"budget: expected a non-negative number, got {budget}")
-        if strategy not in ("front", "uniform", "targeted"):
-            raise ValueError(f"strategy: expected front, uniform or targeted, got {strategy!r}")
-        if strategy == "uniform" and (episodes is None or episodes < 1):
-            raise ValueError(
-                "episodes: expected the number of episodes over which to spread the budget, got "
-                f"{episodes}"
-            )
+        process = "an occ.LossProcess, for example occ.BernoulliLosses(mean)"
+        check_that(isinstance(base, LossProcess), "base", process, type(base).__name__, TypeError)
+        check_that(budget >= 0, "budget", "a non-negative number", budget)
+        known = strategy in ("front", "uniform", "targeted")
+        check_that(known, "strategy", "front, uniform or targeted", repr(strategy))
+        spread = strategy != "uniform" or (episodes is not None and episodes >= 1)
+        number = "the number of episodes over which to spread the budget"
+        check_that(spread, "episodes", number, episodes)
         if strategy == "targeted" and target is None:
             raise ValueError(
                 "target: the targeted strategy needs the mean loss (S, A) whose optimal actions "

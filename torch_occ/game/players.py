@@ -53,9 +53,8 @@ LONGEST_CALL = 0.2
 class OverTime:
     """A function of the episode, computed by torch for a whole block of episodes.
 
-    The last bit of a power or a logarithm depends on the position of a number in a tensor and on
-    the tensor's size: most entries go through vector instructions, the last few through another
-    function. So a block always has the same episodes, wherever a run stops, continues or records.
+    The last bit of a power depends on the position of a number in a tensor and on the tensor's
+    size. So a block always has the same episodes, wherever a run stops, continues or records.
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -77,10 +76,7 @@ class OverTime:
 
 
 def form_of(learner: Learner) -> Any:
-    """The compiled form of a learner; None if only torch plays it.
-
-    It must be that of the learner's own class: a class derived from it may play another game.
-    """
+    """The compiled form of a learner's own class; None if only torch plays it."""
     found = vars(type(learner)).get("compiled")
     return found if found is None or isinstance(found, type) else found()
 
@@ -137,7 +133,7 @@ class EnginePlayer:
     def play(
         self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None, rows: range
     ) -> None:
-        """Play episodes run.t + 1, ...; the arguments are those of `simulate.Player`."""
+        """Play episodes run.t + 1, ...; the arguments are those of `TorchPlayer`."""
         self.learner.check_settings()
         count, n, q = len(run.seeds), len(rows), run.q.clone()
         lanes = lanes_for(count, few_lanes(self.model)) if self.in_lanes else None
@@ -196,10 +192,7 @@ class EnginePlayer:
         self.adapt(n, (time.monotonic() - begun) / -(-calls // torch.get_num_threads()))
 
     def memory(self, group: int, size: int, lanes: int | None) -> tuple[Work, dict[str, Any]]:
-        """Scratch memory and settings of a group of seeds, which are made once in a run.
-
-        They keep the factors of the last episode. Lanes beyond the group's size are not in use.
-        """
+        """Scratch memory and settings of a group of seeds, which are made once in a run."""
         if group not in self.kept:
             work = make_work(self.settings.get("believed", self.model), allocator(lanes))
             if lanes is not None:
@@ -235,11 +228,7 @@ class EnginePlayer:
 
 
 def few_states(model: Model) -> bool:
-    """Whether the layers are narrow. Learners that solve nothing then play in lanes.
-
-    In wide layers the tables of eight seeds do not fit into the cache. The rule depends on the MDP
-    alone, so that a seed has the same bits in any batch.
-    """
+    """Whether the tables of eight seeds fit into the cache; see `suits_lanes`."""
     return int(np.diff(model.start).max()) <= NARROW
 
 

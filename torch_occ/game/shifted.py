@@ -20,6 +20,7 @@ from torch_occ._support.choices import later
 from torch_occ.game.checks import check_estimate
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners import FTRL
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import policy_of
 from torch_occ.regularizers.base import Regularizer, Scaled
@@ -82,11 +83,9 @@ class ShiftedFTRL(FTRL):
         hints: bool = True,
     ) -> None:
         for name, value in (("cap", cap), ("budget", budget)):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name}: expected a finite number of at least 0, got {value}")
-        if ledger not in get_args(Ledger):
-            expected = ", ".join(map(repr, get_args(Ledger)))
-            raise ValueError(f"ledger: expected one of {expected}, got {ledger!r}")
+            check_that(0 <= value < math.inf, name, "a finite number of at least 0", value)
+        known = get_args(Ledger)
+        check_that(ledger in known, "ledger", f"one of {', '.join(map(repr, known))}", repr(ledger))
         if regularizer is None:
             regularizer = Tsallis() / InverseSqrt(GAMMA)
         super().__init__(mdp, regularizer)

@@ -8,10 +8,10 @@ import operator
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch_occ._support.choices import Backend, check_backend, engine_takes, lat
 from torch_occ._support.constants import BLOCK, CHUNK, log_spaced
 from torch_occ._support.files import Kept, State, copied
 from torch_occ._support.fingerprints import fingerprints
-from torch_occ._support.processes import asked_to_stop, explain, sigterm_raises
+from torch_occ._support.processes import stoppable
 from torch_occ._support.streams import Purpose, check_memory, uniforms
 from torch_occ.game.callbacks import Callback, ProgressBar, tell
 from torch_occ.game.checks import Contract, warn_of_all, warn_of_first
@@ -28,6 +28,7 @@ from torch_occ.game.estimators import Feedback
 from torch_occ.game.history import History, comparator
 from torch_occ.game.learners import FTRL, Learner
 from torch_occ.game.losses import LossProcess, check_noise, mean_square, second_moments
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import invert
 from torch_occ.mdp.occupancy import interior_point, occupancy, policy_of
@@ -37,12 +38,8 @@ from torch_occ.mdp.occupancy import interior_point, occupancy, policy_of
 
 def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> None:
     """Raise an error unless the learner and the losses can play this MDP for so many episodes."""
-    if not isinstance(learner, Learner):
-        raise TypeError(f"learner: expected an occ.Learner, for example occ.FTRL, {_got(learner)}")
-    if not isinstance(losses, LossProcess):
-        example = "for example occ.BernoulliLosses(mean)"
-        raise TypeError(f"losses: expected an occ.LossProcess, {example}, {_got(losses)}")
-    name = type(losses).__name__
+    check_kind("learner", learner, Learner, ", for example occ.FTRL")
+    check_kind("losses", losses, LossProcess, ", for example occ.BernoulliLosses(mean)")
     if not hasattr(learner, "mdp"):
         raise TypeError(
             f"learner: {type(learner).__name__} has no mdp; call super().__init__(mdp) in __init__"
@@ -56,10 +53,9 @@ def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> 
         )
     if type(losses).draw is LossProcess.draw:
         check_noise(losses.noise)
-    if not isinstance(losses.stride, int) or losses.stride < 1:
-        raise ValueError(
-            f"losses: expected {name}.stride to be a positive integer, got {losses.stride!r}"
-        )
+    fine, name = isinstance(losses.stride, int) and losses.stride >= 1, type(losses).__name__
+    expected = f"{name}.stride to be a positive integer"
+    check_that(fine, "losses", expected, repr(losses.stride))
     if losses.length is not None and losses.length < episodes:
         raise ValueError(
             f"losses: the table has {losses.length} episodes, but {episodes} were asked for"
@@ -102,8 +98,7 @@ def whole(name: str, value: Any) -> int:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name}: expected a whole number, got {value!r}") from None
-    if number < 1:
-        raise ValueError(f"{name}: expected at least 1, got {number}")
+    check_that(number >= 1, name, "at least 1", number)
     return number
 
 
@@ -122,8 +117,7 @@ def check_seeds(seeds: tuple[int, ...]) -> None:
     """Raise a ValueError unless there is a seed, all differ, and all are below 2**64."""
     if not seeds:
         raise ValueError("seeds: expected at least one")
-    if max(seeds) >= 2**64:
-        raise ValueError(f"seeds: expected integers below 2**64, got {max(seeds)}")
+    check_that(max(seeds) < 2**64, "seeds", "integers below 2**64", max(seeds))
     for seed, count in Counter(seeds).items():
         if count > 1:
             raise ValueError(
@@ -135,20 +129,21 @@ def check_seeds(seeds: tuple[int, ...]) -> None:
 def check_callbacks(callbacks: Any) -> list[Callback]:
     """The callbacks as a list; a TypeError if one is something else."""
     if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
-        raise TypeError(
-            f"callbacks: expected a list, for example [occ.ProgressBar()], {_got(callbacks)}"
-        )
+        kind = type(callbacks).__name__
+        raise TypeError(f"callbacks: expected a list, for example [occ.ProgressBar()], got {kind}")
     found = list(callbacks)
     for callback in found:
-        if not isinstance(callback, Callback):
-            raise TypeError(f"callbacks: expected an occ.Callback, {_got(callback)}")
+        check_kind("callbacks", callback, Callback)
     return found
 
 
-def _got(thing: Any) -> str:
+def check_kind(name: str, thing: Any, kind: type, example: str = "") -> None:
+    """Raise a TypeError unless something is an object of a class of this package."""
+    found = type(thing).__name__
     if isinstance(thing, type):
-        return f"got the class {thing.__name__}; make an object of it"
-    return f"got {type(thing).__name__}"
+        found = f"the class {thing.__name__}; make an object of it"
+    fine = isinstance(thing, kind)
+    check_that(fine, name, f"an occ.{kind.__name__}{example}", found, TypeError)
 
 
 # -- A run in progress: its sums and curves, which callbacks read, and its state in a file ---------
@@ -157,34 +152,13 @@ def _got(thing: Any) -> str:
 # of a chunk. It then ends with exactly the numbers of an uninterrupted run.
 
 
-class Player(Protocol):
-    """Plays a segment of episodes for all seeds, and adds its results to the simulation."""
-
-    name: str
-    chunks: int  # per call
-    most: int  # episodes per call
-    reacts: bool  # plays the adversary itself, and needs only the means of the first episode
-
-    def play(
-        self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None, rows: range
-    ) -> None:
-        """Play episodes run.t + 1, ..., run.t + n.
-
-        Args:
-            means: mean losses `(n or 1, N or 1, S, A)`.
-            numbers: uniform numbers of the chunk, `(N, chunk, L, 3)`.
-            tables: uniform numbers `(N, chunk, S, A)` for whole loss tables, or None.
-            rows: the n episodes in the chunk.
-        """
-
-
 class TorchPlayer:
     """Plays any learner, one episode of all seeds at a time."""
 
     name = "torch"
-    chunks = 1
-    most = CHUNK
-    reacts = False
+    chunks = 1  # per call
+    most = CHUNK  # episodes per call
+    reacts = False  # whether it plays the adversary, and needs the means of the first episode only
 
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
@@ -193,6 +167,14 @@ class TorchPlayer:
     def play(
         self, run: Simulation, means: Tensor, numbers: Tensor, tables: Tensor | None, rows: range
     ) -> None:
+        """Play episodes run.t + 1, ..., run.t + n, and add their results to the simulation.
+
+        Args:
+            means: mean losses `(n or 1, N or 1, S, A)`.
+            numbers: uniform numbers of the chunk, `(N, chunk, L, 3)`.
+            tables: uniform numbers `(N, chunk, S, A)` for whole loss tables, or None.
+            rows: the n episodes in the chunk.
+        """
         for i in rows:
             run.t += 1
             run.since += 1
@@ -207,11 +189,7 @@ class TorchPlayer:
             run.learner.observe(run.t, proposed, feedback)
 
     def ask(self, run: Simulation) -> tuple[Tensor, Tensor]:
-        """Set `run.q` to the learner's next q.
-
-        Returns what the learner proposed (q or a policy), and the policy that is played, both
-        `(N, S, A)`.
-        """
+        """Set `run.q`; return what the learner proposes, q or a policy, and the policy."""
         learner, n = run.learner, len(run.seeds)
         if not learner.proposes_policy:
             q = learner.propose(run.t)
@@ -233,10 +211,9 @@ class TorchPlayer:
         table: Tensor | None,
         numbers: Tensor,
     ) -> Feedback:
-        """Sample one trajectory per seed.
+        """Sample one trajectory per seed, with numbers for action, loss and next state.
 
-        In each layer, the three numbers of `(N, L, 3)` decide the action, the loss and the next
-        state. The last layer has no next state, so its third number decides the first state.
+        The last layer has no next state, so its third number decides the first state.
         """
         every = torch.arange(len(policy), device=policy.device)
         local = invert(self.first.expand(len(policy), -1), numbers[:, -1, 2])
@@ -257,15 +234,8 @@ class TorchPlayer:
         return Feedback(seen[0], seen[1], seen[2], table)
 
 
-def choose_player(
-    backend: Backend, mdp: LayeredMDP, learner: Learner, losses: LossProcess
-) -> Player:
-    """The player for a learner.
-
-    Raises:
-        ValueError: if the engine is required, by the backend or by the learner, but cannot play.
-    """
-
+def choose_player(backend: Backend, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> Any:
+    """The player, as `TorchPlayer`; a ValueError if the engine must play and cannot."""
     if learner.player is not None:
         return learner.player(check_backend(backend))
 
@@ -320,11 +290,9 @@ class Simulation:
         self.checkpoints = sorted({*integers("checkpoints", points)})
         if not self.checkpoints:
             raise ValueError("checkpoints: expected at least one episode")
-        if self.checkpoints[0] < 1 or self.checkpoints[-1] > episodes:
-            raise ValueError(
-                f"checkpoints: expected episodes from 1 to {episodes}, got {self.checkpoints[0]} "
-                f"to {self.checkpoints[-1]}"
-            )
+        least, most = self.checkpoints[0], self.checkpoints[-1]
+        expected = f"episodes from 1 to {episodes}"
+        check_that(1 <= least <= most <= episodes, "checkpoints", expected, f"{least} to {most}")
         table, n = (mdp.num_states, mdp.num_actions), len(self.seeds)
         self.per_episode = 3 * mdp.horizon + learner.full_information * math.prod(table)  # numbers
         check_memory(n, self.per_episode)
@@ -345,10 +313,10 @@ class Simulation:
         self.q = interior_point(mdp).detach().expand_as(zeros).clone()
         self.process_state = losses.start(mdp, self.seeds)
         if not isinstance(self.process_state, dict):
+            kind = type(self.process_state).__name__
             raise TypeError(
-                f"losses: {type(losses).__name__}.start returned "
-                f"{type(self.process_state).__name__}; expected a dict of tensors, {{}} if there "
-                "is nothing to remember"
+                f"losses: {type(losses).__name__}.start returned {kind}; expected a dict of "
+                "tensors, {} if there is nothing to remember"
             )
         # The episode of the first step without certificate (0 if none), and its status.
         failed = ("first_uncertified", "first_status")
@@ -362,6 +330,7 @@ class Simulation:
         self.recorded: list[int] = []
         self.times: list[float] = []
         self.curves: dict[str, list[Tensor]] = {name: [] for name in _CURVES}
+        self.monitors: list[Callable[[int], dict[int, dict[str, float]]]] = []  # for TensorBoard
         self.player = choose_player(backend, mdp, learner, losses)
         if backend == "torch" and isinstance(learner, FTRL):
             learner.step.use("torch")
@@ -446,10 +415,9 @@ class Simulation:
             self.sums[name] = before + block if before.dim() > 2 else (before + block)[:, 0]
 
     def ask_for_second_moments(self) -> None:
-        """Sum E[loss_i loss_j] over all further episodes, in `sums["second_moment"]`.
+        """Sum E[loss_i loss_j] for i <= j over all further episodes, in `sums["second_moment"]`.
 
-        Its shape is `(N, S * A, S * A)`, and only the entries i <= j are filled. Callbacks call
-        this in `on_start`; otherwise nothing is computed.
+        Callbacks call this in `on_start`.
         """
         pairs = self.mdp.num_states * self.mdp.num_actions
         if "second_moment" not in self.sums:
@@ -606,28 +574,22 @@ def simulate(
     kept = None
     if save_to is not None:
         kept = Kept(save_to, "run", simulation.fingerprints, save_every)
-        found = kept.load() if resume else None
-        if found is not None:
-            simulation.restore(found)
-        kept.try_first(simulation.state())
+        kept.begin(simulation, resume)
     for callback in watching:
         callback.on_start(simulation)
-    with sigterm_raises(kept is not None) as silence:
-        try:
-            while simulation.t < episodes:
-                for _ in simulation.play_chunk():
-                    tell(watching, "on_checkpoint", simulation)
-                tell(watching, "on_chunk", simulation)
-                if kept is not None:
-                    kept.keep(simulation.state(), last=simulation.t == episodes)
-        except BaseException as error:
-            silence()
-            saved_to = None if kept is None else kept.rescue()
-            if asked_to_stop(error):
-                partial = simulation.history(interrupted=True)
-                tell(watching, "on_end", simulation, partial)
-                explain(error, f"at episode {simulation.t} of {episodes}", partial, saved_to)
-            raise
+
+    def stopped() -> tuple[str, History]:
+        partial = simulation.history(interrupted=True)
+        tell(watching, "on_end", simulation, partial)
+        return f"at episode {simulation.t} of {episodes}", partial
+
+    with stoppable(kept, stopped):
+        while simulation.t < episodes:
+            for _ in simulation.play_chunk():
+                tell(watching, "on_checkpoint", simulation)
+            tell(watching, "on_chunk", simulation)
+            if kept is not None:
+                kept.keep(simulation.state(), last=simulation.t == episodes)
     warn_of_all(simulation)
     history = simulation.history()
     tell(watching, "on_end", simulation, history)

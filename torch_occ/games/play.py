@@ -126,7 +126,7 @@ class MatchPlayer:
         self.most = min((side.most for side in self.sides), default=64)
 
     def play(self, run: Any, means: Tensor, numbers: Tensor, tables: None, rows: range) -> None:
-        """Play episodes run.t + 1, ...; see torch_occ.game.simulate.Player."""
+        """Play episodes run.t + 1, ...; see torch_occ.game.simulate.TorchPlayer."""
         begun, n = time.monotonic(), len(rows)
         drawn = numbers[:, rows.start : rows.stop, 0, 0].contiguous()
         if not self.compiled:
@@ -215,15 +215,13 @@ def _prepared(plex: Treeplex, player: int, learner: Any, full: bool) -> Learner:
             f"game.treeplex({player}).mdp"
         )
     found: Any = learner.copy()
-    fits = isinstance(found, FixedPolicy) or not type(found).__module__.startswith("torch_occ.")
+    fits = isinstance(found, FixedPolicy) or (full and isinstance(found, FollowTheLeader))
     if full and isinstance(found, FTRL) and not isinstance(found, ShiftedFTRL):
         found.estimator, fits = estimators.FullInformation(), True
-    elif full:
-        fits = fits or isinstance(found, FollowTheLeader)
-    elif isinstance(found, FTRL) and not getattr(found, "hints", False):
+    elif isinstance(found, FTRL) and not (full or getattr(found, "hints", False)):
         known = estimators.ImportanceWeighted, estimators.ImplicitExploration
-        fits = fits or type(found.estimator) in known
-    if not fits:
+        fits = type(found.estimator) in known
+    if not fits and type(found).__module__.startswith("torch_occ."):
         raise ValueError(
             f"learners: {name} does not learn from {kind} in a game; use occ.FTRL, for bandit "
             "feedback with importance weights or implicit exploration, and without hints"

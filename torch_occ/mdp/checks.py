@@ -5,7 +5,7 @@ Every error names the argument, the place and the value, and says what was expec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 def unexpected(name: str, expected: object, found: object) -> ValueError:
     """The error of an argument that is not what was expected."""
     return ValueError(f"{name}: expected {expected}, got {found}")
+
+
+def check_that(
+    fine: bool, name: str, expected: object, found: object, error: type[Exception] = ValueError
+) -> None:
+    """Raise the error of an argument that is not what was expected, unless it is fine."""
+    if not fine:
+        raise error(f"{name}: expected {expected}, got {found}")
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:
@@ -42,11 +50,9 @@ def as_tensor(x: Any) -> Any:
 
 def check_table(name: str, x: Tensor, mdp: LayeredMDP) -> None:
     """Check that x is a tensor `(*batch, S, A)`; otherwise raise a TypeError or a ValueError."""
-    shape = f"shape (*batch, {mdp.num_states}, {mdp.num_actions})"
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor of {shape}, got {type(x).__name__}")
-    if x.shape[-2:] != mdp.actions.shape:
-        raise unexpected(name, shape, tuple(x.shape))
+    shape, fine = f"shape (*batch, {mdp.num_states}, {mdp.num_actions})", isinstance(x, Tensor)
+    check_that(fine, name, f"a tensor of {shape}", type(x).__name__, TypeError)
+    check_that(x.shape[-2:] == mdp.actions.shape, name, shape, tuple(x.shape))
 
 
 def check_shapes(
@@ -74,9 +80,9 @@ def check_shapes(
                 f"{first.device}; convert one of them"
             )
         if p.layout != torch.strided:
-            if p.dim() != 2 or p.dense_dim() or 0 in p.shape:
-                shape = f"a sparse tensor of shape (S_{k} * A, S_{k + 1})"
-                raise unexpected(name, shape, tuple(p.shape))
+            fine = p.dim() == 2 and not p.dense_dim() and 0 not in p.shape
+            shape = f"a sparse tensor of shape (S_{k} * A, S_{k + 1})"
+            check_that(fine, name, shape, tuple(p.shape))
             _check_indices(name, p)
         elif p.dim() < 3:
             hint = "; make it sparse, or give it three dimensions" if p.dim() == 2 else ""
@@ -87,12 +93,11 @@ def check_shapes(
     num_next = None
     for k, p in enumerate(tensors):
         name, dense = f"transitions[{k}]", p.layout == torch.strided
-        if dense and (p.shape[-2] != num_actions or 0 in p.shape):
-            shape = f"shape (*batch, S_{k}, {num_actions if k else 'A'}, S_{k + 1})"
-            raise unexpected(name, shape, tuple(p.shape))
-        if not dense and p.shape[0] % num_actions:
-            row = f"a row for each of the {num_actions} actions of a state"
-            raise unexpected(name, row, f"{p.shape[0]} rows")
+        fine = not dense or (p.shape[-2] == num_actions and 0 not in p.shape)
+        shape = f"shape (*batch, S_{k}, {num_actions if k else 'A'}, S_{k + 1})"
+        check_that(fine, name, shape, tuple(p.shape))
+        rows = f"a row for each of the {num_actions} actions of a state"
+        check_that(dense or not p.shape[0] % num_actions, name, rows, f"{p.shape[0]} rows")
         num_states = p.shape[-3] if dense else p.shape[0] // num_actions
         if k and num_states != num_next:
             raise ValueError(
@@ -143,37 +148,33 @@ def _count_actions(
     k = min(len(tensors) - 1, 1)
     num_states = 1 if initial is None or not initial.dim() else initial.shape[-1]
     num_states, rows = tensors[0].shape[1] if k else num_states, tensors[k].shape[0]
-    if rows % num_states:
-        expected = f"A rows for each of the {num_states} states of layer {k}"
-        raise unexpected(f"transitions[{k}]", expected, f"{rows} rows")
+    expected = f"A rows for each of the {num_states} states of layer {k}"
+    check_that(not rows % num_states, f"transitions[{k}]", expected, f"{rows} rows")
     return rows // num_states
 
 
 def check_actions(mdp: LayeredMDP) -> None:
     """Check that every state has an action, and the shapes of masks."""
     expected, mask = (mdp.num_states, mdp.num_actions), mdp.actions
-    if (mask.dtype, mask.shape, mask.device) != (torch.bool, expected, mdp.device):
-        found = f"{mask.dtype} of shape {tuple(mask.shape)} on {mask.device}"
-        raise unexpected("actions", f"a boolean mask of shape {expected} on {mdp.device}", found)
+    fine = (mask.dtype, mask.shape, mask.device) == (torch.bool, expected, mdp.device)
+    found = f"{mask.dtype} of shape {tuple(mask.shape)} on {mask.device}"
+    check_that(fine, "actions", f"a boolean mask of shape {expected} on {mdp.device}", found)
     empty = (~mask.any(-1)).nonzero()
     if len(empty):
         raise ValueError(
             f"actions: {mdp.locate(int(empty[0]))} has no action; give every state at least one"
         )
-    if mdp.origin.shape != (mdp.num_states,):
-        raise unexpected("origin", f"shape ({mdp.num_states},)", tuple(mdp.origin.shape))
+    origin = tuple(mdp.origin.shape)
+    check_that(origin == (mdp.num_states,), "origin", f"shape ({mdp.num_states},)", origin)
 
 
 def check_distributions(mdp: LayeredMDP) -> None:
     """Check that every row is a distribution; masked rows are ignored."""
-    size = mdp.layer_sizes[0]
-    initial = mdp.initial
-    if initial.dtype != mdp.dtype or initial.device != mdp.device or initial.shape[-1:] != (size,):
-        raise unexpected(
-            "initial",
-            f"a {mdp.dtype} tensor on {mdp.device} of shape ({size},)",
-            f"{initial.dtype} on {initial.device} of shape {tuple(initial.shape)}",
-        )
+    size, initial = mdp.layer_sizes[0], mdp.initial
+    kind = (initial.dtype, initial.device, initial.shape[-1:])
+    found = f"{initial.dtype} on {initial.device} of shape {tuple(initial.shape)}"
+    expected = f"a {mdp.dtype} tensor on {mdp.device} of shape ({size},)"
+    check_that(kind == (mdp.dtype, mdp.device, (size,)), "initial", expected, found)
     _broadcast("initial", initial.shape[:-1], broadcast(*(p.batch_shape for p in mdp.layers)))
     check_rows("initial", initial.detach())
     for k, (layer, actions) in enumerate(zip(mdp.layers, mdp.split(mdp.actions, -2), strict=True)):
@@ -202,16 +203,15 @@ def check_rows(
     *,
     sums: Tensor | None = None,
     used: Tensor | None = None,
-    locate: Callable[[list[int]], Sequence[int]] = list,
+    places: Sequence[Tensor] = (),
 ) -> None:
-    """Check that rows are distributions.
+    """Check that rows are distributions: entries `(*batch, *row, n)`, or those of sparse rows.
 
     Args:
-        entries: `(*batch, *row, n)`, or the entries of sparse rows.
         words: what the numbers of a row's index count; those before them are the batch.
         sums: the sum of each row, for sparse rows.
         used: which rows matter; all by default.
-        locate: the index `(*row, column)` of an entry, by its index in a tensor of sparse entries.
+        places: of sparse entries, the state, the action and the next state, `(n,)` each.
     """
 
     def place(index: Sequence[int]) -> str:
@@ -222,7 +222,8 @@ def check_rows(
 
     improper = (~entries.isfinite() | (entries < 0)).nonzero()
     if len(improper):
-        *row, column = locate(improper[0].tolist())
+        index = improper[0].tolist()
+        *row, column = [int(x[index[-1]]) for x in places] or index
         raise ValueError(
             f"{place(row)}the probability of {'next ' if words else ''}state {column} is "
             f"{float(entries[tuple(improper[0])])}; expected a number in [0, 1]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -210,7 +211,7 @@ def from_gymnasium(
             f"make it with max_episode_steps={horizon}"
         )
     if initial is None:
-        initial = _published_initial(env, name, outcomes.actions.shape[0])
+        initial = _published_initial(env, name)
     return build(outcomes, rewards, horizon, initial)
 
 
@@ -259,82 +260,49 @@ def _read_table(env: Any, name: str) -> tuple[Outcomes, Tensor]:
                 "cannot be matched with it"
             )
     num_states, num_actions = int(env.observation_space.n), int(env.action_space.n)
-    lines: list[tuple[int, int, int, float, float]] = []
-    actions = torch.zeros(num_states, num_actions, dtype=torch.bool)
+    lines: list[tuple[float, ...]] = []
     for s in range(num_states):
-        for a, row in _rows(table, s, num_actions, name):
-            actions[s, a] = True
-            place = f"env: {name}: P[{s}][{a}]"
-            lines += [(s, a, *_outcome(outcome, num_states, place)) for outcome in row]
-    columns = list(zip(*lines, strict=True)) or [()] * 5
-    state, action, after = (torch.tensor(column, dtype=torch.long) for column in columns[:3])
-    probability, rewards = (torch.tensor(column, dtype=torch.float64) for column in columns[3:])
-    found = Outcomes(state, action, after, probability, actions)
-    sums = found.sums(probability)
-    for s, a in (actions & ((sums - 1).abs() > 1e-9)).nonzero()[:1].tolist():
-        raise ValueError(
-            f"env: {name}: P[{s}][{a}]: the probabilities sum to {float(sums[s, a]):.12g}; "
-            "expected 1"
-        )
-    stranded = (after != ABSORBING) & (probability > 0) & ~actions.any(-1)[after]
+        with suppress(KeyError, IndexError):  # a state may have no row
+            lines += _outcomes_in(table[s], s, f"env: {name}: P[{s}]")
+    columns = torch.tensor(lines, dtype=torch.float64).reshape(-1, 6).T
+    state, action, after, ended = columns[:4].long()
+    place = f"env: {name}: P[%d][%d]: "
+    for what, index, size in (("action", action, num_actions), ("next state", after, num_states)):
+        for i in ((index < 0) | (index >= size)).nonzero().flatten().tolist()[:1]:
+            where = place % (state[i], action[i])
+            raise ValueError(
+                f"{where}{what} {index[i]} is not one of the {size} {what.split()[-1]}s"
+            )
+    actions = torch.zeros(num_states, num_actions, dtype=torch.bool)
+    actions[state, action] = True
+    found = Outcomes(state, action, after, columns[4], actions)
+    found.check(f"env: {name}: P")
+    stranded = (ended == 0) & (columns[4] > 0) & ~actions.any(-1)[after]
     for s, a, there in torch.stack([state, action, after], -1)[stranded][:1].tolist():
         raise ValueError(
             f"env: {name}: P[{s}][{a}] leads to state {there}, for which the table has no action"
         )
-    return found, rewards
+    found = replace(found, next=torch.where(ended > 0, ABSORBING, after))
+    return found, columns[5]
 
 
-def _rows(table: Any, state: int, num_actions: int, name: str) -> list[tuple[int, Any]]:
-    """The actions of a state with their lists of outcomes; none if the table has no row."""
+def _outcomes_in(rows: Any, state: int, place: str) -> list[tuple[float, ...]]:
+    """The outcomes of a state: state, action, next state, whether it ends, probability, reward."""
     try:
-        rows = table[state]
-        found = list(rows.items()) if isinstance(rows, Mapping) else list(enumerate(rows))
-    except (KeyError, IndexError):
-        return []
-    except TypeError as error:
-        raise ValueError(f"env: {name}: P[{state}] is not a table of actions: {error}") from error
-    for action, row in found:
-        if not 0 <= int(action) < num_actions:
-            raise ValueError(
-                f"env: {name}: P[{state}] has an action {action}, which is not one of the "
-                f"{num_actions} actions"
-            )
-        if not isinstance(row, Sequence) or isinstance(row, str):
-            place = f"env: {name}: P[{state}][{action}]"
-            raise unexpected(place, f"a list of {OUTCOME}", type(row).__name__)
-    return [(int(action), row) for action, row in found if len(row)]
-
-
-def _outcome(outcome: Any, num_states: int, place: str) -> tuple[int, float, float]:
-    try:
-        probability, after, reward, terminated = outcome
-        probability, after, reward = float(probability), int(after), float(reward)
-        terminated = bool(terminated)
+        return [
+            (state, int(action), int(after), bool(ended), float(probability), float(reward))
+            for action, row in (rows.items() if isinstance(rows, Mapping) else enumerate(rows))
+            for probability, after, reward, ended in row
+        ]
     except (TypeError, ValueError) as error:
-        raise unexpected(place, OUTCOME, repr(outcome)) from error
-    if not 0 <= after < num_states:
-        raise ValueError(f"{place}: next state {after} is not one of the {num_states} states")
-    for what, value, valid, expected in (
-        ("probability", probability, 0 <= probability <= 1 + 1e-9, "number in [0, 1]"),
-        ("reward", reward, np.isfinite(reward), "finite number"),
-    ):
-        if not valid:
-            raise ValueError(
-                f"{place}: the {what} of next state {after} is {value}; expected a {expected}"
-            )
-    return ABSORBING if terminated else after, probability, reward
+        raise ValueError(f"{place}: expected lists of {OUTCOME}, by action: {error}") from error
 
 
-def _published_initial(env: Any, name: str, num_states: int) -> Tensor:
+def _published_initial(env: Any, name: str) -> Tensor:
     for attribute in ("initial_state_distrib", "isd"):
         found = getattr(env.unwrapped, attribute, None)
         if found is not None:
-            initial = torch.as_tensor(np.asarray(found, dtype=np.float64)).ravel()
-            if len(initial) != num_states:
-                raise ValueError(
-                    f"env: {name}: {attribute} has {len(initial)} entries for {num_states} states"
-                )
-            return initial
+            return torch.as_tensor(np.asarray(found, dtype=np.float64)).ravel()
     raise ValueError(
         f"initial: {name} does not publish its initial distribution (initial_state_distrib); pass "
         "one as initial"

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch_occ._support.choices import later
 from torch_occ._support.private import standard_gamma, versions_of
 from torch_occ.mdp import checks
-from torch_occ.mdp.checks import Table, as_tensor, broadcast
+from torch_occ.mdp.checks import Table, as_tensor, broadcast, check_that
 from torch_occ.mdp.layers import DenseLayer, Layer, SparseLayer
 from torch_occ.mdp.unroll import ABSORBING, finish, outcomes_of, unroll
 
@@ -54,7 +54,7 @@ class LayeredMDP:
     Args:
         transitions: one tensor per layer k = 0..L-1, `P_k[s, a, s'] = P(s' | s, a)` of shape
             `(*batch, S_k, A, S_{k+1})`; the last one leads to the single terminal state. They may
-            require gradients. A layer may also be a sparse tensor `(S_k * A, S_{k+1})`, with one
+            check_that gradients. A layer may also be a sparse tensor `(S_k * A, S_{k+1})`, with one
             row per pair; it is never made dense.
         actions: boolean mask `(S, A)` of the actions of each state; all by default. The
             transitions of masked pairs are ignored.
@@ -139,12 +139,10 @@ class LayeredMDP:
         """
         sizes = {"horizon": horizon, "width": width, "num_actions": num_actions}
         for name, number in sizes.items():
-            if number < 1:
-                raise checks.unexpected(name, "at least 1", number)
-        if not concentration > 0:
-            raise checks.unexpected("concentration", "a positive number", concentration)
-        if not isinstance(seed, SupportsIndex):
-            raise TypeError(f"seed: expected a whole number, got {type(seed).__name__}")
+            check_that(number >= 1, name, "at least 1", number)
+        check_that(concentration > 0, "concentration", "a positive number", concentration)
+        whole = isinstance(seed, SupportsIndex)
+        check_that(whole, "seed", "a whole number", type(seed).__name__, TypeError)
         generator = torch.Generator().manual_seed(operator.index(seed))
         shapes = [(n, num_actions, m) for n, m in pairwise([1, *[width] * (horizon - 1), 1])]
         return cls([_dirichlet(shape, concentration, generator).to(dtype) for shape in shapes])
@@ -469,27 +467,20 @@ class LayeredMDP:
         return self._again([layer.dense for layer in self.layers]) if self.is_sparse else self
 
     def to_sparse(self) -> LayeredMDP:
-        """The same model with sparse layers.
-
-        Raises:
-            ValueError: for a batch of MDPs.
-        """
+        """The same model with sparse layers; a ValueError for a batch of MDPs."""
         if any(layer.batch_shape for layer in self.layers):
             raise ValueError(
                 "mdp: a sparse layer holds a single MDP, this is a batch of shape "
                 f"{tuple(self.batch_shape)}"
             )
+        pairs = [(x, isinstance(x, SparseLayer)) for x in self.layers]
         return self._again(
-            [
-                x.tensor if isinstance(x, SparseLayer) else x.dense.flatten(0, 1).to_sparse()
-                for x in self.layers
-            ]
+            [x.tensor if sparse else x.dense.flatten(0, 1).to_sparse() for x, sparse in pairs]
         )
 
     def _again(self, transitions: Sequence[Tensor]) -> LayeredMDP:
-        return LayeredMDP(
-            transitions, actions=self.actions, initial=self.initial, origin=self.origin
-        )
+        given = {"actions": self.actions, "initial": self.initial, "origin": self.origin}
+        return LayeredMDP(transitions, **given)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """The same model on another device or in another floating-point type.
@@ -500,8 +491,8 @@ class LayeredMDP:
             TypeError: if the dtype is not a floating-point type.
         """
         like = self.initial.to(*args, **kwargs)
-        if not like.is_floating_point():
-            raise TypeError(f"dtype: expected a floating-point type, got {like.dtype}")
+        fine = like.is_floating_point()
+        check_that(fine, "dtype", "a floating-point type", like.dtype, TypeError)
         return self.map_tensors(
             lambda x: x.to(like.device, like.dtype if x.is_floating_point() else None)
         )
@@ -587,11 +578,7 @@ def layer_of(tensor: Tensor, num_actions: int) -> Layer:
 
 
 def _dirichlet(shape: tuple[int, ...], concentration: float, generator: torch.Generator) -> Tensor:
-    """Symmetric Dirichlet rows from an explicit generator.
-
-    They are computed in log space, so that small concentrations do not underflow:
-    Gamma(c) = Gamma(c + 1) * U^(1/c), where the first factor stays away from zero.
-    """
+    """Symmetric Dirichlet rows, in logarithms: Gamma(c) = Gamma(c + 1) * U^(1/c) may underflow."""
     shape_plus_one = torch.full(shape, concentration + 1.0, dtype=torch.float64)
     log_gamma = standard_gamma(shape_plus_one, generator).log()
     uniform = torch.rand(shape, dtype=torch.float64, generator=generator).clamp(min=2.0**-60)

@@ -57,14 +57,11 @@ class DenseLayer:
         return self.probabilities.shape[:-3]
 
     @property
-    def tensor(self) -> Tensor:
-        """The transitions in the form in which the user gave them."""
-        return self.probabilities
-
-    @property
     def dense(self) -> Tensor:
         """The table `(*batch, S, A, S')`."""
         return self.probabilities
+
+    tensor = dense  # the transitions in the form in which the user gave them
 
     def arrive(self, x: Tensor, in_order: bool = False) -> Tensor:
         """P'x: `(*batch, S, A)` -> `(*batch, S')`."""
@@ -294,14 +291,10 @@ class SparseLayer:
     def check(self, k: int, actions: Tensor) -> None:
         fixed = self.with_probabilities(self.probabilities.detach())
         sums = fixed.ahead(fixed.probabilities.new_ones(self.sizes[2]))
+        (pair, following), given = (self.pattern.pair, self.pattern.next), fixed.probabilities
+        places = (pair // self.sizes[1], pair % self.sizes[1], following)
         words = (f"layer {k}, state", "action")
-
-        def locate(entry: list[int]) -> tuple[int, int, int]:
-            state, action = divmod(int(self.pattern.pair[entry]), self.sizes[1])
-            return state, action, int(self.pattern.next[entry])
-
-        name, given = f"transitions[{k}]", fixed.probabilities
-        check_rows(name, given, words, sums=sums, used=actions, locate=locate)
+        check_rows(f"transitions[{k}]", given, words, sums=sums, used=actions, places=places)
 
 
 Layer = DenseLayer | SparseLayer
@@ -334,10 +327,7 @@ def _multiply(matrix: Tensor, x: Tensor) -> Tensor:
 
 
 def invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
-    """Sample an index from cumulative, unnormalized probabilities by inversion.
-
-    `(N, K)` probabilities and `(N,)` uniform numbers give `(N,)` indices.
-    """
+    """Sample indices `(N,)` from cumulative, unnormalized probabilities `(N, K)` by inversion."""
     # Keep the product below the total, so that an entry of probability zero is never drawn.
     target = uniform.clamp(max=1 - 4 * torch.finfo(uniform.dtype).eps) * cumulative[..., -1]
     return (cumulative <= target.unsqueeze(-1)).sum(-1)

@@ -29,10 +29,7 @@ from torch_occ.mdp.layers import DenseLayer
 
 
 class LayeredFlow:
-    """The transitions as linear operators, layer by layer.
-
-    Batches of MDPs broadcast with batches of arguments. `in_order` is that of the layers.
-    """
+    """The transitions as linear operators, layer by layer; `in_order` is that of the layers."""
 
     def __init__(self, mdp: LayeredMDP, *, in_order: bool = False) -> None:
         self.mdp, self.in_order = mdp, in_order
@@ -78,14 +75,9 @@ class DenseFlow:
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp = mdp
         self.kernel = mdp.joint_transitions  # (*batch, S, A, S)
-        self.whole = DenseLayer(self.kernel)  # one layer that leads to itself
+        whole = DenseLayer(self.kernel)  # one layer that leads to itself
+        self.inflow, self.lookahead = whole.arrive, whole.ahead
         self.identity = torch.eye(mdp.num_states, dtype=mdp.dtype, device=mdp.device)
-
-    def inflow(self, x: Tensor) -> Tensor:
-        return self.whole.arrive(x)
-
-    def lookahead(self, v: Tensor) -> Tensor:
-        return self.whole.ahead(v)
 
     def one_step(self, policy: Tensor) -> Tensor:
         """I - P_p `(*batch, S, S)`, unit upper triangular because states lead to later ones."""
@@ -102,10 +94,7 @@ Flow = DenseFlow | LayeredFlow
 
 
 def flow_of(mdp: LayeredMDP, elements: int = 32) -> Flow:
-    """The flow that is faster for this MDP and a batch of `elements` elements.
-
-    One large matrix needs fewer operations; a loop over layers needs less arithmetic.
-    """
+    """The flow that is faster for this MDP and a batch of `elements` elements."""
     small = mdp.num_states <= (DENSE_STATES if elements <= 4 else DENSE_STATES // 2)
     return DenseFlow(mdp) if small and not mdp.is_sparse else LayeredFlow(mdp)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torch_occ.mdp.checks import Table, as_tensor, check_rows, unexpected
+from torch_occ.mdp.checks import Table, as_tensor, check_rows, check_that
 
 #: Instead of a state: the episode is over. It is the `origin` of the absorbing end, and the next
 #: state of an outcome that ends the episode.
@@ -32,10 +32,7 @@ DENSE_ENTRIES = 1 << 22
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The transitions of a finite MDP as a list of outcomes.
-
-    Outcomes with the same state, action and next state add up.
-    """
+    """The transitions of a finite MDP as a list of outcomes; equal ones add up."""
 
     state: Tensor  # (n,)
     action: Tensor  # (n,)
@@ -49,6 +46,12 @@ class Outcomes:
         found = values.new_zeros(self.actions.numel()).index_add(0, index, values)
         return found.reshape(self.actions.shape)
 
+    def check(self, name: str) -> None:
+        """Raise a ValueError that names the first pair without a distribution."""
+        given, places = self.probability.detach(), (self.state, self.action, self.next)
+        words, sums = ("state", "action"), self.sums(given)
+        check_rows(name, given, words, sums=sums, used=self.actions, places=places)
+
     def select(self, keep: Tensor) -> Outcomes:
         """The outcomes under a mask `(n,)`."""
         state, action, after = self.state[keep], self.action[keep], self.next[keep]
@@ -58,18 +61,15 @@ class Outcomes:
 def finish(
     outcomes: Outcomes, terminal: tuple[int, ...], actions: Tensor | None = None
 ) -> Outcomes:
-    """Check outcomes, and let terminal states end the episode.
-
-    Rows of terminal states and of pairs outside `actions` are left out.
-    """
+    """Check outcomes, without pairs outside `actions`; terminal states end the episode."""
     shape, device = tuple(outcomes.actions.shape), outcomes.actions.device
     for state in terminal:
         if not 0 <= state < shape[0]:
             raise ValueError(f"terminal: state {state} is not one of the {shape[0]} states")
     actions = outcomes.actions if actions is None else actions
-    if actions.dtype != torch.bool or tuple(actions.shape) != shape:
-        given = f"{actions.dtype} {tuple(actions.shape)}"
-        raise unexpected("actions", f"a boolean mask of shape {shape}", given)
+    given = f"{actions.dtype} {tuple(actions.shape)}"
+    fine = given == f"{torch.bool} {shape}"
+    check_that(fine, "actions", f"a boolean mask of shape {shape}", given)
     ends = torch.zeros(shape[0], dtype=torch.bool, device=device)
     ends[list(terminal)] = True
     idle = (~actions.any(-1) & ~ends).nonzero()
@@ -80,18 +80,9 @@ def finish(
         )
     exist = actions & ~ends.unsqueeze(-1)
     found = replace(outcomes, actions=exist).select(exist[outcomes.state, outcomes.action])
-    probability = found.probability.detach()
-    if not probability.is_floating_point():
-        raise unexpected("transition", "floating-point probabilities", probability.dtype)
-    entries = torch.stack([found.state, found.action, found.next], -1)
-    check_rows(
-        "transition",
-        probability,
-        ("state", "action"),
-        sums=found.sums(probability),
-        used=exist,
-        locate=lambda entry: entries[entry[0]].tolist(),
-    )
+    kind = found.probability.dtype
+    check_that(kind.is_floating_point, "transition", "floating-point probabilities", kind)
+    found.check("transition")
     return replace(found, next=torch.where(ends[found.next], ABSORBING, found.next))
 
 
@@ -99,8 +90,8 @@ def outcomes_of(transition: Any) -> Outcomes:
     """The outcomes of a dense or sparse tensor `(S, A, S)`, or a sparse matrix `(S * A, S)`."""
     shape = tuple(transition.shape) if hasattr(transition, "shape") else ()
     if isinstance(transition, Tensor) and transition.layout == torch.strided:
-        if len(shape) != 3 or shape[0] != shape[2]:
-            raise unexpected("transition", "shape (S, A, S)", shape)
+        fine = len(shape) == 3 and shape[0] == shape[2]
+        check_that(fine, "transition", "shape (S, A, S)", shape)
         # With gradients every entry is kept, so that zeros have a gradient too.
         index = ((transition != 0) | transition.requires_grad).nonzero(as_tuple=True)
         values = transition[index]
@@ -120,8 +111,8 @@ def outcomes_of(transition: Any) -> Outcomes:
         num_actions = shape[0] // shape[1]
         index = (index[0] // num_actions, index[0] % num_actions, index[1])
         shape = (shape[1], num_actions, shape[1])
-    if len(shape) != 3 or shape[0] != shape[2]:
-        raise unexpected("transition", "a sparse table of shape (S, A, S) or (S * A, S)", shape)
+    fine = len(shape) == 3 and shape[0] == shape[2]
+    check_that(fine, "transition", "a sparse table of shape (S, A, S) or (S * A, S)", shape)
     everything = torch.ones(shape[:2], dtype=torch.bool, device=values.device)
     return Outcomes(index[0], index[1], index[2], values, everything)
 
@@ -129,14 +120,10 @@ def outcomes_of(transition: Any) -> Outcomes:
 def unroll(
     outcomes: Outcomes, horizon: int, initial: Table | int, *, sparse: bool | None = None
 ) -> dict[str, Any]:
-    """The arguments of `LayeredMDP` for `horizon` steps of a finite MDP.
-
-    `sparse` says how to store it; by default its size decides.
-    """
-    if not isinstance(horizon, Integral):
-        raise TypeError(f"horizon: expected a whole number, got {horizon!r}")
-    if horizon < 1:
-        raise unexpected("horizon", "at least 1", horizon)
+    """The arguments of `LayeredMDP` for `horizon` steps; None lets the size decide on `sparse`."""
+    whole = isinstance(horizon, Integral)
+    check_that(whole, "horizon", "a whole number", repr(horizon), TypeError)
+    check_that(horizon >= 1, "horizon", "at least 1", horizon)
     num_states, num_actions = outcomes.actions.shape
     device = outcomes.probability.device
     initial = as_tensor(initial)
@@ -146,8 +133,8 @@ def unroll(
             raise ValueError(f"initial: state {initial} is not one of the {num_states} states")
         index = torch.arange(num_states, device=device)
         initial = (index == initial).to(outcomes.probability.dtype)
-    if initial.shape != (num_states,):
-        raise unexpected("initial", f"shape ({num_states},)", tuple(initial.shape))
+    fine = initial.shape == (num_states,)
+    check_that(fine, "initial", f"shape ({num_states},)", tuple(initial.shape))
     check_rows("initial", initial.detach())
 
     # One more state, the absorbing end, has one action and leads to itself. States without an

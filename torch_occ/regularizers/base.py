@@ -81,9 +81,8 @@ class Regularizer(Parametrized):
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments of the scalar terms."""
-        used = {
-            x for y in self.leaves() if isinstance(y, SeparableRegularizer) for x in y.arguments
-        }
+        leaves = (leaf for leaf in self.leaves() if isinstance(leaf, SeparableRegularizer))
+        used = {name for leaf in leaves for name in leaf.arguments}
         return tuple(name for name in tables.ARGUMENTS if name in used)
 
     @cached_property
@@ -183,10 +182,7 @@ class Sum(Frozen, Regularizer):
 
 
 class Scaled(Frozen, Regularizer):
-    """psi * factor^power, with power 1 or -1 and a factor that is a schedule or a positive number.
-
-    All three are fixed; the values of parameters may change.
-    """
+    """psi * factor^power, all fixed; power is 1 or -1, the factor a schedule or a number."""
 
     fixed: ClassVar = dict.fromkeys(
         ("regularizer", "factor", "power"),
@@ -280,11 +276,7 @@ class Composition:
         return [(leaf, [(x.argument, type(x.function)) for x in table]) for leaf, table in tables]
 
     def values(self, t: Tensor) -> list[Tensor]:
-        """Return the values of the factors now; they broadcast against `(*batch, S, A)`.
-
-        Raises:
-            RuntimeError: if a user's regularizer has other parts or terms than at the start.
-        """
+        """Return the values of the factors now, after `check`; broadcast as `(*batch, S, A)`."""
         if self.known is not None:
             self.check()
         return [factor.read(t) for factor in self.factors]
@@ -347,10 +339,7 @@ def keys_of(part: Regularizer, inputs: Iterable[Key]) -> Iterable[Key]:
 
 
 def call(part: Regularizer, key: Key, x: Tensor) -> Tensor:
-    """Call a function written by a user at x `(*batch, *event)`, and check the shape it returns.
-
-    It sees parameters with a batch or a place in shapes that broadcast against x.
-    """
+    """Call a user's function at x `(*batch, *event)`, and check the shape that it returns."""
     method, (event_dims, result_dims) = "per_state" if isinstance(key, int) else key, dims_of(key)
     with parameters.alone():
         shown = part.spread_all(event_dims)

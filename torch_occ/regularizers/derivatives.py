@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ._support.constants import FLAT
 from torch_occ._support.private import own_parameters
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Composition, Key, Regularizer, dims_of
@@ -70,10 +71,7 @@ class Evaluator:
         return (*self.composition.values(t)[1:], *own)  # type: ignore[arg-type]
 
     def align(self, rank: int, t: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return t and the parameters with this number of batch dimensions.
-
-        Numbers, and users' parameters without a batch shape, stay as they are.
-        """
+        """Return t and the parameters, as far as they have a batch, with this many dimensions."""
         found = [with_rank(t, rank, 0)]
         for i, (x, dims) in enumerate(zip(parameters, self.event_dims, strict=True)):
             least = 0 if i < len(self.factors) else dims
@@ -228,14 +226,9 @@ class Derivatives(NamedTuple):
 def derivatives(
     mdp: LayeredMDP, regularizer: Regularizer, evaluate: Evaluate, q: Tensor
 ) -> Derivatives:
-    """Compute gradient and Hessian at q, for plain tensors; the results carry no graph.
+    """Gradient and Hessian at q `(*batch, S, A)`, without a graph; `evaluate` is psi_t.
 
-    Args:
-        evaluate: psi_t, from `Evaluator.bind`.
-        q: `(*batch, S, A)`.
-
-    Raises:
-        ValueError: if a parameter has a larger batch than q.
+    It is a ValueError if a parameter has a larger batch than q.
     """
     with torch.enable_grad():
         inputs = {
@@ -290,6 +283,9 @@ def _of_scalars(
     pairs = zip(names, slopes, strict=True)
     gradient = sum(pull_back(name, mdp, slope.detach()) for name, slope in pairs)
     second = {name: keep(name, mdp, bend, 0.0) for name, bend in zip(names, bends, strict=True)}
+    if (alone := mdp.missing["rest"]) is not None and "pair" in second:
+        flat = alone & mdp.actions & (second["pair"] == 0)
+        second["pair"] = second["pair"].masked_fill(flat, FLAT)
     assert isinstance(gradient, Tensor)
     zero = torch.zeros_like(gradient)
     d, complement = second.get("pair", zero), second.get("complement")

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from torch_occ._support.private import own_parameters
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 
 
@@ -55,13 +56,8 @@ class _Placed:
     def __init__(self, mdp: LayeredMDP, values: Tensor | float = 1.0) -> None:
         self.place = Place(self.kind, mdp.layer_sizes, mdp.num_actions)
         given = torch.as_tensor(values, dtype=mdp.dtype, device=mdp.device).detach()
-        num_states, num_actions = mdp.actions.shape
-        shapes = {
-            "layer": (mdp.horizon,),
-            "state": (num_states,),
-            "pair": (num_states, num_actions),
-        }
-        event = shapes[self.kind]
+        pairs = tuple(mdp.actions.shape)
+        event = {"layer": (mdp.horizon,), "state": pairs[:1], "pair": pairs}[self.kind]
         try:
             batch = given.shape[: max(given.dim() - len(event), 0)]
             self.values = given.expand(*batch, *event).clone()
@@ -180,17 +176,16 @@ class Parametrized(nn.Module):
         self._places: dict[str, Place] = {}
         for name, value in parameters.items():
             if isinstance(value, PerLayer | PerState | PerPair):
-                if self._event_dims[name]:
+                if own := self._event_dims[name]:
+                    declares = f"{type(self).__name__}: {name} declares {own} event dimensions"
                     raise ValueError(
-                        f"{type(self).__name__}: {name} declares {self._event_dims[name]} event "
-                        f"dimensions, so it cannot be a {type(value).__name__}; give a tensor"
+                        f"{declares}, so it cannot be a {type(value).__name__}; give a tensor"
                     )
                 self._places[name] = value.place
                 self._event_dims[name] = 2 if value.kind == "pair" else 1
                 value = value.values
-            if value is None or isinstance(value, str):
-                which = f"{type(self).__name__}: {name}"
-                raise TypeError(f"{which}: expected a number or a tensor, got {value!r}")
+            which, fine = f"{type(self).__name__}: {name}", not isinstance(value, str | None)
+            check_that(fine, which, "a number or a tensor", repr(value), TypeError)
             floating = isinstance(value, Tensor) and value.is_floating_point()
             given = torch.as_tensor(value, dtype=None if floating else torch.float64)
             self.register_parameter(name, nn.Parameter(given.detach().clone()))
@@ -207,12 +202,7 @@ class Parametrized(nn.Module):
 
     def places(self) -> dict[str, Place]:
         """Return the places of the parameters that have one, by name; submodules included."""
-        return {
-            f"{path}.{name}" if path else name: place
-            for path, owner in self.named_modules()
-            if isinstance(owner, Parametrized)
-            for name, place in owner._places.items()
-        }
+        return {path: place for path, _, _, place in self._own_parameters() if place is not None}
 
     def check_places(self, mdp: LayeredMDP) -> None:
         """Check that parameters with a value per layer, state or pair belong to this MDP."""
@@ -242,7 +232,6 @@ class Parametrized(nn.Module):
         """Return the parameters with a batch or a place, in shapes that broadcast.
 
         They broadcast against `(*batch, S, A)`, or against `(*batch, S)` for one event dimension.
-        Parameters that declare event dimensions have them already.
         """
         return {
             path: fit(spread_batch(p) if place is None else place.spread(p), event_dims)

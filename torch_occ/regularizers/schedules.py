@@ -36,14 +36,12 @@ class Schedule(Parametrized):
 
 
 class PowerSchedule(Schedule):
-    """A schedule that is data: powers of its parameters and of t.
+    """A schedule that is data: its first parameter, divided by a power of t.
 
-    A parameter in `exponents` is a power of t, with this sign.
+    The power is a number or the name of a parameter.
     """
 
-    powers: ClassVar[dict[str, float]]
-    time: ClassVar[float] = 0.0
-    exponents: ClassVar[dict[str, float]] = {}
+    time: ClassVar[float | str] = 0.0
 
     def forward(self, t: Tensor) -> Tensor:
         factors: list[Factor] = [TIME]
@@ -54,11 +52,10 @@ class PowerSchedule(Schedule):
 
     @property
     def _weight(self) -> Weight:
-        time = {TIME: self.time} if self.time else {}
-        return Weight(
-            powers={Factor(self, name): p for name, p in self.powers.items()} | time,
-            slopes={Factor(self, name): c for name, c in self.exponents.items()},
-        )
+        powers, time = {Factor(self, next(iter(self.arg_constraints))): 1.0}, self.time
+        if isinstance(time, str):
+            return Weight(powers=powers, slopes={Factor(self, time): -1.0})
+        return Weight(powers=powers | ({TIME: -time} if time else {}))
 
     @property
     def weight(self) -> Weight:
@@ -70,7 +67,6 @@ class Constant(PowerSchedule):
     """eta_t = rate."""
 
     arg_constraints: ClassVar = {"rate": constraints.positive}
-    powers: ClassVar = {"rate": 1.0}
 
     def __init__(self, rate: Value) -> None:
         super().__init__(rate=rate)
@@ -80,8 +76,7 @@ class Polynomial(PowerSchedule):
     """eta_t = gamma t^(-exponent)."""
 
     arg_constraints: ClassVar = {"gamma": constraints.positive, "exponent": constraints.nonnegative}
-    powers: ClassVar = {"gamma": 1.0}
-    exponents: ClassVar = {"exponent": -1.0}
+    time: ClassVar = "exponent"
 
     def __init__(self, gamma: Value = 1.0, exponent: Value = 0.5) -> None:
         super().__init__(gamma=gamma, exponent=exponent)
@@ -91,8 +86,7 @@ class InverseSqrt(PowerSchedule):
     """eta_t = gamma / sqrt(t), the learning rate of `alg:main_alg`."""
 
     arg_constraints: ClassVar = {"gamma": constraints.positive}
-    powers: ClassVar = {"gamma": 1.0}
-    time: ClassVar = -0.5
+    time: ClassVar = 0.5
 
     def __init__(self, gamma: Value = 1.0) -> None:
         super().__init__(gamma=gamma)

@@ -33,10 +33,7 @@ ARGUMENTS: tuple[Argument, ...] = ("pair", "rest", "state", "complement")
 
 
 def marginal(name: Argument, mdp: LayeredMDP, q: Tensor) -> Tensor:
-    """Compute one argument at q, which is zero on masked pairs; 1 where it does not exist.
-
-    `(*batch, S, A)` -> `(*batch, S)` for `state`, `(*batch, S, A)` for the others.
-    """
+    """Compute one argument at q, which is zero on masked pairs; 1 where it does not exist."""
     if name == "complement":
         elsewhere = torch.cat([sum_of_others(layer) for layer in mdp.split(q.sum(-1), -1)], -1)
         accurate = q @ mdp.other_actions + elsewhere.unsqueeze(-1)

@@ -120,7 +120,7 @@ class Widths(NamedTuple):
     share: float
     remaining: bool
     iota: float
-    episodes: int | None = None  # for which the widths hold; None if they promise nothing
+    episodes: int = 0  # for which the widths hold; 0 if they promise nothing
 
     @classmethod
     def of(
@@ -262,10 +262,9 @@ class CountingLearner(Learner):
         return split_transitions(self.mdp, self.state["belief"])
 
     def settings(self) -> dict[str, Any]:
-        widths = self.widths or Widths.of("practical", self.mdp)
-        bounded = self.widths is not None
+        bounded, widths = self.widths is not None, self.widths or Widths.of("practical", self.mdp)
         return {
-            "confidence": Confidence(self.pseudo_count, bounded, self.bonus, *widths[:6]),
+            "confidence": Confidence(self.pseudo_count, bounded, self.bonus, widths),
             "entry": entries(self.mdp),
             "begun": np.zeros(1),
         } | {name: np.zeros(num_transitions(self.mdp)) for name in ("widths", "lower", "upper")}
@@ -329,17 +328,12 @@ class PlanningLearner(Learner):
 
 
 class Confidence(NamedTuple):
-    """The settings of a `CountingLearner` and of its `Widths`."""
+    """The settings of a `CountingLearner`."""
 
     pseudo_count: float
-    bounded: bool  # whether there are widths; if not, the settings below are not used
+    bounded: bool  # whether there are widths; if not, those below are not used
     bonus: bool  # whether there is one
-    c1: float
-    c2: float
-    fewer: float
-    share: float
-    remaining: bool
-    iota: float
+    widths: Widths
 
 
 @routine(inline=True)
@@ -376,12 +370,12 @@ def count_episode(game: Game, t: int, learner: Any) -> bool:
 def begin_epochs(model: Model, episode: int, learner: Any) -> None:
     """Begin epochs where `begun` is 1: the empirical transitions, their widths and bounds."""
     settings, entry, new = learner.confidence, learner.entry, learner.begun[0] > 0.0
-    kappa, iota = settings.pseudo_count, settings.iota
+    kappa, (c1, c2, fewer, _, _, iota, _) = settings.pseudo_count, settings.widths
     learner.epochs[0] += learner.begun[0]
     learner.epoch_start[0] = where(new, float(episode), learner.epoch_start[0])
     for i in range(len(learner.visits)):
         m = where(new, learner.visits[i], learner.epoch_visits[i])
-        n, width = max(m - settings.fewer, 1.0), entry[i + 1] - entry[i]
+        n, width = max(m - fewer, 1.0), entry[i + 1] - entry[i]
         learner.epoch_visits[i] = m
         if not model.exists[PAIR, i]:
             continue
@@ -390,8 +384,7 @@ def begin_epochs(model: Model, episode: int, learner: Any) -> None:
             p = where(new, where(m + kappa > 0.0, p, 1.0 / width), learner.belief[e])
             learner.belief[e] = p
             if settings.bounded and width > 1:
-                B = min(1.0, settings.c1 * sqrt(p * iota / n) + settings.c2 * iota / n)
-                B = where(m > 0.0, B, 1.0)
+                B = where(m > 0.0, min(1.0, c1 * sqrt(p * iota / n) + c2 * iota / n), 1.0)
                 learner.widths[e] = where(new, B, learner.widths[e])
     if settings.bounded:
         bound_transitions(model, learner)
@@ -425,14 +418,12 @@ def write_policy(num_actions: int, unseen: Floats, learner: Any) -> None:
 
 @routine(inline=True)
 def estimate_losses(game: Game, by_bounds: bool, learner: Any) -> None:
-    """Write the table of losses, or loss / (u + bias) of visited pairs; u is q, or bounds it."""
+    """Write loss / (u + bias) of visited pairs; u is q, or bounds it."""
     for i in range(len(learner.q)):
         learner.estimate[i] = 0.0
     for n in range(len(game.pairs)):
         own = lane(learner, n)
-        for i in range(game.table.shape[1]):
-            own.estimate[i] = game.table[n, i]
-        for k in range(0 if game.table.shape[1] > 0 else game.pairs.shape[1]):
+        for k in range(game.pairs.shape[1]):
             i = game.pairs[n, k]
             u = own.q[i]
             if by_bounds:

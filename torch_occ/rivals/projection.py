@@ -19,10 +19,14 @@ iterate satisfies all constraints. It is solved when log u = g.
 
 **Newton's method.** With P the transitions of the policy, dv = dg + P dv, and dD = ⟨u - w, dg⟩. The
 direction maximizes ⟨u - w, dg⟩ - 1/2 ⟨dg, Lambda dg⟩ - 1/2 ⟨dv, N dv⟩, where N is what the changes
-of policies and of p contribute to the Hessian, block-diagonal over layers. Lambda is the
-logarithmic mean of u and w. At the solution it is w, which is Newton's method; if N = 0, the
-direction is log u - g, which solves the equation at once, however large it is. Lambda and N are
-positive, so it is an ascent direction; steps are halved until D has grown enough.
+of policies and of p contribute to the Hessian, block-diagonal over layers:
+
+    ((I - P)' Lambda (I - P) + N) dv = (I - P)' (u - w),     dg = dv - P dv,
+
+with a matrix that couples neighbouring layers only. Lambda is the logarithmic mean of u and w. At
+the solution it is w, which is Newton's method; if N = 0, the direction is log u - g, which solves
+the equation at once, however large it is. Lambda and N are positive, so it is an ascent direction;
+steps are halved until D has grown enough.
 
 Tables over transitions are flat, `(M,)`, layer after layer: the successors of pair i are the
 entries `entry[i]`, ..., `entry[i + 1] - 1`. Scratch memory has one row per quantity.
@@ -50,13 +54,10 @@ VALUE = 2  # v
 OCCUPANCY = 3  # u
 OFF = 4  # log u - g
 MEAN = 5  # Lambda, the logarithmic mean of u and w
-FORCE = 6  # u - w, then with the pull of the layers before
-STEP = 7  # dg
-MOVE = 8  # dv; the pull y on the way forward
-FALL = 9  # exp(least v of the layer - v)
-ROOT = 10  # the root of Lambda
-REST = 11  # what is left of the force
-STATE_ROWS = 12
+STEP = 6  # dg
+MOVE = 7  # dv; at first (I - P)'(u - w)
+FALL = 8  # exp(least v of the layer - v)
+STATE_ROWS = 9
 
 # Rows of `Scratch.rows`.
 P = 0  # the transitions
@@ -71,40 +72,29 @@ _SMALLEST_STEP = _SMALLEST / _EPS
 ENOUGH, BACKTRACKS = 1e-4, 40
 
 
-class Reference(NamedTuple):
-    """A reference q(s,a) p(s'|s,a), and the bounds of its transitions."""
-
-    q: Floats  # (S * A,)
-    rows: Floats  # (M,)
-    lower: Floats  # (M,)
-    upper: Floats  # (M,)
-    entry: Ints  # (S * A + 1,), the first entry of each pair in a flat table, and M
-
-
 class Scratch(NamedTuple):
     """Scratch memory of one projection, or of one in every lane."""
 
     pairs: Floats  # (3, S * A)
     states: Floats  # (STATE_ROWS, S)
     rows: Floats  # (2, M)
-    squares: Floats  # (3 * widest, widest), matrices of a layer
-    onward: Floats  # (S, widest), the transitions of the policy
-    scaled: Floats  # (S, widest), Y of every layer
-    inverse: Floats  # (S, widest), (I + Y)^-1 of every layer
+    #: (S, 2 * widest), the matrix of the Newton step, then its Cholesky factor. Row s has the
+    #: columns of the layer before and of the layer of s, up to s.
+    matrix: Floats
 
 
 def make_scratch(start: Ints, entry: Ints) -> Scratch:
     """Allocate scratch memory; `start` `(L + 1,)` has the first state of every layer."""
-    num_pairs, num_states, widest = len(entry) - 1, int(start[-1]), int(np.diff(start).max())
-    shapes = [(3, num_pairs), (STATE_ROWS, num_states), (2, int(entry[-1])), (3 * widest, widest)]
-    return Scratch(*map(np.zeros, shapes + 3 * [(num_states, widest)]))
+    num_states, widest = int(start[-1]), int(np.diff(start).max())
+    shapes = [(3, len(entry) - 1), (STATE_ROWS, num_states), (2, int(entry[-1]))]
+    return Scratch(*map(np.zeros, [*shapes, (num_states, 2 * widest)]))
 
 
 # -- One row of transitions: clip(c z, lower, upper) with z = p̃ exp(least v - v) ------------------
 
 
 @routine
-def fit_row(reference: Reference, i: int, after: int, least: Any, scratch: Scratch) -> None:
+def fit_row(reference: Any, i: int, after: int, least: Any, scratch: Scratch) -> None:
     """Write p and its free part of pair i, and G into row POLICY.
 
     `after` is the first state of the next layer, and `least` the smallest v there.
@@ -129,9 +119,7 @@ def fit_row(reference: Reference, i: int, after: int, least: Any, scratch: Scrat
 
 
 @routine
-def clip_row(
-    reference: Reference, i: int, after: int, least: Any, inside: Any, scratch: Scratch
-) -> None:
+def clip_row(reference: Any, i: int, after: int, least: Any, inside: Any, scratch: Scratch) -> None:
     """`fit_row` where a bound is active; lanes that are inside keep their p and G."""
     p, rows, lower, upper = scratch.rows, reference.rows, reference.lower, reference.upper
     first, stop = reference.entry[i], reference.entry[i + 1]
@@ -162,7 +150,7 @@ def clip_row(
 
 
 @routine
-def narrow(reference: Reference, first: int, stop: int, scratch: Scratch) -> tuple[Any, Any]:
+def narrow(reference: Any, first: int, stop: int, scratch: Scratch) -> tuple[Any, Any]:
     """The neighbouring breakpoints of the sum of clip(c z, lower, upper) around one."""
     least, z, lower, upper = 0.0, scratch.rows, reference.lower, reference.upper
     for e in range(first, stop):
@@ -185,7 +173,7 @@ def narrow(reference: Reference, first: int, stop: int, scratch: Scratch) -> tup
 
 
 @routine
-def solve_rows(model: Model, reference: Reference, scratch: Scratch) -> Any:
+def solve_rows(model: Model, reference: Any, scratch: Scratch) -> Any:
     """Solve the rows backward and follow the policy forward, for the guess in TRIAL; return D."""
     start, num_actions = model.start, model.num_actions
     pairs, states, depth = scratch.pairs, scratch.states, len(model.start) - 1
@@ -218,7 +206,7 @@ def solve_rows(model: Model, reference: Reference, scratch: Scratch) -> Any:
 
 
 @routine(inline=True)
-def pass_forward(model: Model, reference: Reference, scratch: Scratch) -> Any:
+def pass_forward(model: Model, reference: Any, scratch: Scratch) -> Any:
     """The occupancy of the policy and log u - g; return D."""
     start, num_actions, entry = model.start, model.num_actions, reference.entry
     pairs, states, depth, dual = scratch.pairs, scratch.states, len(model.start) - 1, 0.0
@@ -245,156 +233,83 @@ def greatest(most: Any, x: Any) -> Any:
     return where(abs(x) <= most, most, abs(x))
 
 
-# -- The Newton direction, layer by layer ----------------------------------------------------------
+# -- The Newton direction --------------------------------------------------------------------------
 
 
 @routine
-def find_direction(model: Model, reference: Reference, scratch: Scratch) -> tuple[Any, Any]:
+def find_direction(model: Model, reference: Any, scratch: Scratch) -> tuple[Any, Any]:
     """Write dg into STEP; return the slope of D along it and the largest |dg|."""
-    start, states, squares = model.start, scratch.states, scratch.squares
-    depth = len(start) - 1
+    start, states, entry = model.start, scratch.states, reference.entry
+    num_actions, depth, slope, moved = model.num_actions, len(start) - 1, 0.0, 0.0
     for s in range(start[depth]):
         off = states[OFF, s]
         series = 1.0 + off * (0.5 + off * (1.0 / 6.0 + off * (1.0 / 24.0 + off / 120.0)))
         growth = where(abs(off) < 1e-2, series, (exp(off) - 1.0) / off)
         states[MEAN, s] = exp(states[GUESS, s]) * growth
-        states[ROOT, s] = sqrt(states[MEAN, s])
-        states[FORCE, s] = states[MEAN, s] * off
-        states[MOVE, s] = 0.0
+        states[MOVE, s] = states[MEAN, s] * off
     for k in range(depth):
-        first, size = start[k], start[k + 1] - start[k]
-        for a in range(size):
-            for b in range(size):
-                value = 0.0
-                if k > 0:
-                    value = squares[a, b] / (states[ROOT, first + a] * states[ROOT, first + b])
-                scratch.scaled[first + a, b] = value
-                scratch.inverse[first + a, b] = value + (1.0 if a == b else 0.0)
-        if k > 0:
-            invert_block(scratch.inverse, first, size)
-        if k + 1 < depth:
-            curve(model, reference, k, scratch)
-            carry_on(model, k, scratch)
-        for s in range(first, first + size):
-            states[FORCE, s] += states[MOVE, s]
-    return go_back(model, scratch)
-
-
-@routine(inline=True)
-def go_back(model: Model, scratch: Scratch) -> tuple[Any, Any]:
-    """Go back through the layers for dg; return the slope of D and the largest |dg|."""
-    start, states, depth = model.start, scratch.states, len(model.start) - 1
-    slope, moved = 0.0, 0.0
+        assemble(model, reference, k, scratch)
+        eliminate(model, k, scratch)
     for k in range(depth - 1, -1, -1):
-        first, size = start[k], start[k + 1] - start[k]
-        after = start[k + 2] - start[k + 1] if k + 1 < depth else 0
-        for s in range(first, first + size):
-            total = 0.0
-            for j in range(after):
-                total += scratch.onward[s, j] * states[MOVE, start[k + 1] + j]
-            states[MOVE, s] = total
-        for s in range(first, first + size):
-            value = states[FORCE, s] / states[ROOT, s]
-            for b in range(size):
-                there = first + b
-                value -= scratch.scaled[s, b] * states[MOVE, there] * states[ROOT, there]
-            states[REST, s] = value
-        for s in range(first, first + size):
-            value = 0.0
-            for b in range(size):
-                value += scratch.inverse[s, b] * states[REST, first + b]
-            value /= states[ROOT, s]
-            states[STEP, s] = value
-            slope += states[MEAN, s] * states[OFF, s] * value
-            moved = greatest(moved, value)
-        for s in range(first, first + size):
-            states[MOVE, s] += states[STEP, s]
+        low = start[max(k - 1, 0)]
+        for s in range(start[k + 1] - 1, start[k] - 1, -1):
+            states[MOVE, s] /= scratch.matrix[s, s - low]
+            for j in range(low, s):
+                states[MOVE, j] -= scratch.matrix[s, j - low] * states[MOVE, s]
+    for k in range(depth):
+        for s in range(start[k], start[k + 1]):
+            step = states[MOVE, s]
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                for e in range(entry[i], entry[i + 1] if k + 1 < depth else entry[i]):
+                    after = start[k + 1] + e - entry[i]
+                    step -= scratch.pairs[POLICY, i] * scratch.rows[P, e] * states[MOVE, after]
+            states[STEP, s] = step
+            slope += states[MEAN, s] * states[OFF, s] * step
+            moved = greatest(moved, step)
     return slope, moved
 
 
 @routine(inline=True)
-def curve(model: Model, reference: Reference, k: int, scratch: Scratch) -> None:
-    """Write the transitions of the policy of layer k, and N of the next into the first square."""
-    start, num_actions = model.start, model.num_actions
-    after, squares, rows = start[k + 2] - start[k + 1], scratch.squares, scratch.rows
-    pairs, onward = scratch.pairs, scratch.onward
-    for a in range(after):
-        for b in range(after):
-            squares[a, b] = 0.0
-        for s in range(start[k], start[k + 1]):
-            onward[s, a] = 0.0
-    for i in range(start[k] * num_actions, start[k + 1] * num_actions):
+def assemble(model: Model, reference: Any, k: int, scratch: Scratch) -> None:
+    """Write the rows of layer k of the matrix, and its part of the right-hand side into MOVE."""
+    start, states, rows, matrix = model.start, scratch.states, scratch.rows, scratch.matrix
+    low, here, num_actions = start[max(k - 1, 0)], start[k], model.num_actions
+    for s in range(here, start[k + 1]):
+        for j in range(low, s):
+            matrix[s, j - low] = 0.0
+        matrix[s, s - low] = states[MEAN, s]
+    for i in range(low * num_actions, here * num_actions):
         if model.exists[PAIR, i]:
-            for a in range(after):
-                onward[i // num_actions, a] += pairs[POLICY, i] * rows[P, reference.entry[i] + a]
-    for i in range(start[k] * num_actions, start[k + 1] * num_actions):
-        if model.exists[PAIR, i]:
-            s, first, free = i // num_actions, reference.entry[i], 0.0
-            weight = scratch.states[MEAN, s] * pairs[POLICY, i]
-            for e in range(first, first + after):
+            before, first, free = i // num_actions, reference.entry[i], 0.0
+            weight = states[MEAN, before] * scratch.pairs[POLICY, i]
+            for e in range(first, reference.entry[i + 1]):
                 free += rows[FREE, e]
             share = where(free > 0.0, weight / free, 0.0)
-            for a in range(after):
-                x = weight * (rows[P, first + a] - onward[s, a])
-                y = share * rows[FREE, first + a]
-                squares[a, a] += weight * rows[FREE, first + a]
-                for b in range(after):
-                    squares[a, b] += x * (rows[P, first + b] - onward[s, b])
-                    squares[a, b] -= y * rows[FREE, first + b]
+            for s in range(here, start[k + 1]):
+                x, y = weight * rows[P, first + s - here], share * rows[FREE, first + s - here]
+                states[MOVE, s] -= x * states[OFF, before]
+                matrix[s, before - low] -= x
+                matrix[s, s - low] += y * free
+                for j in range(here, s + 1):
+                    e = first + j - here
+                    matrix[s, j - low] += x * rows[P, e] - y * rows[FREE, e]
 
 
 @routine(inline=True)
-def carry_on(model: Model, k: int, scratch: Scratch) -> None:
-    """Add what the layers up to k contribute to X and y of layer k + 1."""
-    start, states, squares = model.start, scratch.states, scratch.squares
-    first, size, after = start[k], start[k + 1] - start[k], start[k + 2] - start[k + 1]
-    widest = scratch.onward.shape[1]
-    lost, half = widest, 2 * widest  # Y B in the second square, Y B s^-1 P in the third
-    if k > 0:  # Y = 0 in the first layer
-        for a in range(size):
-            for b in range(size):
-                value = 0.0
-                for c in range(size):
-                    value += scratch.scaled[first + a, c] * scratch.inverse[first + c, b]
-                squares[lost + a, b] = value
-        for a in range(size):
-            for j in range(after):
-                value = 0.0
-                for b in range(size):
-                    onward = states[ROOT, first + b] * scratch.onward[first + b, j]
-                    value += squares[lost + a, b] * onward
-                squares[half + a, j] = value
-        for i in range(after):
-            for j in range(after):
-                for a in range(size):
-                    onward = scratch.onward[first + a, i] * states[ROOT, first + a]
-                    squares[i, j] += onward * squares[half + a, j]
-    for a in range(size):
-        value = 0.0
-        if k > 0:
-            for b in range(size):
-                root = states[ROOT, first + b]
-                value += scratch.inverse[first + a, b] * states[MOVE, first + b] / root
-                value -= squares[lost + a, b] * states[FORCE, first + b] / root
-        value *= states[ROOT, first + a]
-        for j in range(after):
-            states[MOVE, start[k + 1] + j] += scratch.onward[first + a, j] * value
-
-
-@routine(inline=True)
-def invert_block(matrix: Floats, first: int, size: int) -> None:
-    """Invert a positive definite block in place, rows first, ..., first + size - 1."""
-    for c in range(size):
-        pivot = 1.0 / matrix[first + c, c]
-        matrix[first + c, c] = 1.0
-        for b in range(size):
-            matrix[first + c, b] *= pivot
-        for a in range(size):
-            if a != c:
-                factor = matrix[first + a, c]
-                matrix[first + a, c] = 0.0
-                for b in range(size):
-                    matrix[first + a, b] -= factor * matrix[first + c, b]
+def eliminate(model: Model, k: int, scratch: Scratch) -> None:
+    """The Cholesky factor of the rows of layer k, and the substitution forward in MOVE."""
+    start, move, matrix = model.start, scratch.states, scratch.matrix
+    low = start[max(k - 1, 0)]
+    for s in range(start[k], start[k + 1]):
+        for j in range(low, s + 1):
+            first = low if j >= start[k] else start[max(k - 2, 0)]
+            total = matrix[s, j - low]
+            for c in range(low, j):
+                total -= matrix[s, c - low] * matrix[j, c - first]
+            matrix[s, j - low] = sqrt(total) if j == s else total / matrix[j, j - first]
+            if j < s:
+                move[MOVE, s] -= matrix[s, j - low] * move[MOVE, j]
+        move[MOVE, s] /= matrix[s, s - low]
 
 
 # -- The projection; nothing is allocated ----------------------------------------------------------
@@ -408,10 +323,8 @@ def project(model: Model, learner: Any) -> tuple[Any, Any, Any, Any]:
     all that can be wrong is that a row does not sum to one.
     """
     start, scratch, tolerance = model.start, learner.scratch, learner.tolerance
-    q, rows, lower, upper = learner.q, learner.rows, learner.lower, learner.upper
-    reference = Reference(q, rows, lower, upper, learner.entry)
-    start_from(model, q, learner.estimate, learner.learning_rate, scratch)
-    status, steps = maximize(model, reference, tolerance, learner.max_steps, scratch)
+    start_from(model, learner.q, learner.estimate, learner.learning_rate, scratch)
+    status, steps = maximize(model, learner, tolerance, learner.max_steps, scratch)
     states, pairs, flow, dual = scratch.states, scratch.pairs, 0.0, 0.0
     for k in range(len(start) - 1):
         total = 0.0
@@ -441,7 +354,7 @@ def start_from(model: Model, q: Floats, loss: Floats, rate: Any, scratch: Scratc
 
 @routine(inline=True)
 def maximize(
-    model: Model, reference: Reference, tolerance: float, max_steps: int, scratch: Scratch
+    model: Model, reference: Any, tolerance: float, max_steps: int, scratch: Scratch
 ) -> tuple[Any, Any]:
     """Maximize D from the guess in TRIAL; return the status, STALLED at the end, and the steps."""
     states, num_states = scratch.states, model.start[-1]

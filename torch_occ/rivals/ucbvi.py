@@ -89,10 +89,15 @@ def _propose_optimistically(game: Game, t: int, tally: Tally, learner: Any, work
 @observe.register(CompiledOptimist)
 def _observe_transitions(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     for n in range(len(game.pairs)):
-        own = lane(learner, n)
-        for k in range(game.pairs.shape[1]):
-            count_visit(own, game.pairs[n, k], game.losses[n, k])
-        count_transitions(game, n, own.counts, own.entry)
+        count_steps(game, n, lane(learner, n), learner.entry)
+
+
+@routine(inline=True)
+def count_steps(game: Game, n: int, data: Any, entry: Ints) -> None:
+    """Count the pairs, losses and transitions that seed n has seen."""
+    for k in range(game.pairs.shape[1]):
+        count_visit(data, game.pairs[n, k], game.losses[n, k])
+    count_transitions(game, n, data.counts, entry)
 
 
 @routine(inline=True)
@@ -323,7 +328,7 @@ class StrongEuler(OptimisticLearner):
 
 
 class Averages(NamedTuple):
-    """Sums of observations, and what follows from them."""
+    """The data of one layer of `MultiLayerUCBVI`, or of all."""
 
     visits: Floats  # (S * A,)
     losses: Floats  # (S * A,)
@@ -333,11 +338,11 @@ class Averages(NamedTuple):
 
 
 class CompiledLayers(NamedTuple):
-    """`MultiLayerUCBVI`; the first layer is the fastest."""
+    """`MultiLayerUCBVI`; the first layer is the fastest, and a last row has the data of all."""
 
-    visits: PerPair  # (R, S * A)
-    losses: PerPair  # (R, S * A)
-    counts: Floats  # (R, M)
+    visits: PerPair  # (R + 1, S * A)
+    losses: PerPair  # (R + 1, S * A)
+    counts: Floats  # (R + 1, M)
     possible: PerPair  # (R, S * A), 1 where the layer found the action possible at its last turn
     seeds: Any
     bonus: int
@@ -345,8 +350,8 @@ class CompiledLayers(NamedTuple):
     logarithm: float
     corruption: float
     entry: Ints
-    own: Averages  # the data of the layer that plays
-    together: Averages  # the data of all layers
+    mean: Floats  # (R + 1, S * A)
+    root: Floats  # (R + 1, S * A)
     layer: Floats  # (1,), the layer that plays
     lower: PerPair
     allowed: PerPair
@@ -394,100 +399,77 @@ class MultiLayerUCBVI(Learner):
         self.corruption = 2 * (math.log(2 * mdp.horizon * R / delta) + 3)
 
     def start(self, num_seeds: int) -> None:
-        pairs = self._zeros(num_seeds).unsqueeze(1).repeat(1, self.layers, 1, 1)
-        counts = pairs.new_zeros(num_seeds, self.layers, num_transitions(self.mdp))
+        pairs = self._zeros(num_seeds).unsqueeze(1).repeat(1, self.layers + 1, 1, 1)
+        counts = pairs.new_zeros(num_seeds, self.layers + 1, num_transitions(self.mdp))
         self.state = {"visits": pairs, "losses": pairs.clone(), "counts": counts}
-        self.state["possible"] = self.mdp.actions.to(pairs).expand_as(pairs).clone()
+        self.state["possible"] = self.mdp.actions.to(pairs).expand_as(pairs[:, 1:]).clone()
 
     def settings(self) -> dict[str, Any]:
-        pairs, count = self.mdp.actions.numel(), num_transitions(self.mdp)
-        blank = Averages(*(np.zeros(n) for n in (pairs, pairs, count, pairs, pairs)))
-        found = {"entry": entries(self.mdp), "own": blank, "together": blank}
-        return found | {"layer": np.zeros(1)}
+        shape = self.layers + 1, self.mdp.actions.numel()
+        found = {"mean": np.zeros(shape), "root": np.zeros(shape), "layer": np.zeros(1)}
+        return found | {"entry": entries(self.mdp)}
 
 
 @propose.register(CompiledLayers)
 def _propose_in_layers(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
-    if t == 0:
-        add_layers(learner)
     for n in range(len(learner.seeds)):
-        take_turn(learner.seeds[n], game.before + t + 1, lane(learner, n))
-    average(learner.own, 0.0)
-    allow(game.model, learner)
-    robust_to = 1.0
-    for r in range(len(learner.possible)):
-        robust_to = where(learner.layer[0] >= float(r), 2.0 * robust_to, robust_to)
-    changed, own, together = (learner.corruption, robust_to), learner.own, learner.together
-    plan_with_bounds(game.model, own, together, True, changed, learner.logarithm, learner)
-    for n in range(len(learner.seeds)):
-        find_possible(game.model.num_actions, lane(learner, n))
+        own, all_layers = lane(learner, n), len(learner.possible)
+        if t == 0:
+            for r in range(all_layers + 1):
+                average(data_of(own, r), 0.0)
+        r = draw_layer(learner.seeds[n], game.before + t + 1, all_layers)
+        own.layer[0] = float(r)
+        allow(game.model, r, own)
+        changed, log = (own.corruption, 2.0 ** (r + 1)), own.logarithm
+        data, together = data_of(own, r), data_of(own, all_layers)
+        plan_with_bounds(game.model, data, together, True, changed, log, own)
+        find_possible(game.model.num_actions, r, own)
 
 
 @observe.register(CompiledLayers)
 def _observe_in_layers(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     for n in range(len(game.pairs)):
-        seed = lane(learner, n)
-        r = int(seed.layer[0])
-        for k in range(game.pairs.shape[1]):
-            i, loss = game.pairs[n, k], game.losses[n, k]
-            seed.visits[r, i] += 1.0
-            seed.losses[r, i] += loss
-            count_visit(seed.together, i, loss)
-        count_transitions(game, n, seed.counts[r], seed.entry)
-        count_transitions(game, n, seed.together.counts, seed.entry)
+        own = lane(learner, n)
+        for r in (int(own.layer[0]), len(own.possible)):
+            count_steps(game, n, data_of(own, r), own.entry)
 
 
 @routine(inline=True)
-def add_layers(learner: CompiledLayers) -> None:
-    """The data of all layers."""
-    together = learner.together
-    for i in range(len(together.visits)):
-        together.visits[i], together.losses[i] = 0.0, 0.0
-        for r in range(len(learner.possible)):
-            together.visits[i] += learner.visits[r, i]
-            together.losses[i] += learner.losses[r, i]
-    for e in range(len(together.counts)):
-        together.counts[e] = 0.0
-        for r in range(len(learner.possible)):
-            together.counts[e] += learner.counts[r, e]
-    average(together, 0.0)
+def data_of(own: CompiledLayers, r: int) -> Averages:
+    """The data of one layer of one seed, or of all layers."""
+    return Averages(own.visits[r], own.losses[r], own.counts[r], own.mean[r], own.root[r])
 
 
 @routine(inline=True)
-def take_turn(seed: int, t: int, learner: CompiledLayers) -> None:
-    """Draw the layer of episode t for one seed, and take its data; r is numbered from 0."""
-    number, layer, share, own = uniform(key_of(episode_key(seed, t), 0), 0), 0, 0.5, learner.own
-    while layer < len(learner.possible) and number < share:
+def draw_layer(seed: int, t: int, layers: int) -> int:
+    """The layer of episode t for one seed, numbered from 0."""
+    number, layer, share = uniform(key_of(episode_key(seed, t), 0), 0), 0, 0.5
+    while layer < layers and number < share:
         layer += 1
         share *= 0.5
-    r = layer if layer < len(learner.possible) else 0
-    learner.layer[0] = float(r)
-    for i in range(len(own.visits)):
-        own.visits[i], own.losses[i] = learner.visits[r, i], learner.losses[r, i]
-    for e in range(len(own.counts)):
-        own.counts[e] = learner.counts[r, e]
+    return layer if layer < layers else 0
 
 
 @routine(inline=True)
-def allow(model: Model, learner: CompiledLayers) -> None:
+def allow(model: Model, layer: int, own: CompiledLayers) -> None:
     """The actions that all slower layers found possible; if they leave none, the slowest count."""
-    allowed, possible, num_actions = learner.allowed, learner.possible, model.num_actions
+    allowed, possible, num_actions = own.allowed, own.possible, model.num_actions
     for i in range(len(allowed)):
         allowed[i] = 1.0 if model.exists[PAIR, i] else 0.0
     for first in range(0, len(allowed), num_actions):
-        for r in range(len(possible) - 1, 0, -1):
+        for r in range(len(possible) - 1, layer, -1):
             left = 0.0
             for i in range(first, first + num_actions):
                 left = max(left, allowed[i] * possible[r, i])
-            counts = (left > 0.0) & (learner.layer[0] < float(r))
             for i in range(first, first + num_actions):
-                allowed[i] = where(counts, allowed[i] * possible[r, i], allowed[i])
+                if left > 0.0:
+                    allowed[i] *= possible[r, i]
 
 
 @routine(inline=True)
-def find_possible(num_actions: int, learner: CompiledLayers) -> None:
+def find_possible(num_actions: int, r: int, own: CompiledLayers) -> None:
     """The allowed actions of one seed whose lower bound is at most the smallest upper bound."""
-    allowed, bounds, r = learner.allowed, learner.bounds, int(learner.layer[0])
+    allowed, bounds = own.allowed, own.bounds
     for first in range(0, len(allowed), num_actions):
         best = np.inf
         for i in range(first, first + num_actions):
@@ -495,4 +477,4 @@ def find_possible(num_actions: int, learner: CompiledLayers) -> None:
                 best = min(best, bounds[UPPER, i])
         for i in range(first, first + num_actions):
             good = allowed[i] > 0.0 and bounds[LOWER, i] <= best
-            learner.possible[r, i] = 1.0 if good else 0.0
+            own.possible[r, i] = 1.0 if good else 0.0

@@ -9,13 +9,12 @@ which is the default, has none of these and no proof.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from torch_occ.engine import layout as at
-from torch_occ.engine.lanes import Shared, power, sqrt, where
+from torch_occ.engine.lanes import Shared, power, where
 from torch_occ.engine.layout import Floats, Ints, Model, Solver, Work, routine
 from torch_occ.engine.learners import take_step
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, occupy_by, propose
@@ -24,7 +23,7 @@ from torch_occ.game.players import solver_settings
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, uniform_policy
 from torch_occ.regularizers.base import Regularizer
-from torch_occ.regularizers.catalog import LogBarrier, Shannon, Tsallis
+from torch_occ.regularizers.catalog import LogBarrier, Tsallis
 from torch_occ.regularizers.schedules import InverseSqrt
 from torch_occ.rivals import beliefs
 from torch_occ.rivals.beliefs import Confidence, CountingLearner, Widths
@@ -45,14 +44,11 @@ class CompiledUnknown(NamedTuple):
     widths: Floats  # (M,)
     cumulative_loss: PerPair
     q: PerPair  # the occupancy measure of the believed model
-    spread: Floats  # (1,), M_t
     solver: Solver  # its middle belongs to the believed model
     believed: Model
     confidence: Confidence
     powers: Shared  # (2, K or K * S * A)
     restart: bool
-    full_information: bool
-    choices: float
     bias: float
     uniform: PerPair  # the uniform policy
     entry: Ints
@@ -65,7 +61,6 @@ class CompiledUnknown(NamedTuple):
     policy: PerPair
     loss: PerPair  # of the step
     estimate: PerPair
-    future: PerPair  # Q of the estimate
     fresh: PerPair  # the q with which an epoch begins
     begun: Floats  # (1,), whether an epoch begins
 
@@ -76,7 +71,7 @@ class UnknownFTRL(CountingLearner):
     The loss of the step is L_t = sum of estimates - (number of estimates) * bonus, with the bonus
     of the current epoch. The sum is over all episodes before t, or with `restart` over those of
     the epoch, and psi is taken at t, or with `restart` at the number of the episode in the epoch.
-    Estimates are importance weights, or the losses themselves with `full_information`.
+    Estimates are importance weights.
 
     Args:
         mdp: only its layout is kept (`mdp.blind()`).
@@ -85,9 +80,6 @@ class UnknownFTRL(CountingLearner):
             instead of q_t.
         bonus: whether the bonus of `widths` is subtracted from every estimate.
         restart: whether a new FTRL instance begins in every epoch.
-        full_information: whether the whole loss function is observed. Then t in psi_t is
-            64 L^4 + M_t / (L ln(S A)) with M_t = sum of min{ sum q l^2, sum q (Q - V)^2 } over the
-            estimates l in the sum, and Q, V of l and the policy in the believed transitions.
 
     Raises:
         TypeError, ValueError: if an argument is wrong, or `widths` are missing.
@@ -105,7 +97,6 @@ class UnknownFTRL(CountingLearner):
         widths: Widths | None = None,
         bonus: bool = False,
         restart: bool = False,
-        full_information: bool = False,
     ) -> None:
         super().__init__(mdp)
         for name, value, kind, example in (
@@ -122,10 +113,7 @@ class UnknownFTRL(CountingLearner):
         self.step = FTRLStep(self.mdp, regularizer)
         self.valid: list[Any] = []  # the last parameters that `check_settings` found valid
         self.widths, self.bonus, self.restart = widths, bonus, restart
-        self.full_information = full_information
-        # L ln(S A); at least L ln 2, for there may be nothing to choose.
-        self.choices = mdp.horizon * math.log(max(mdp.num_pairs, 2))
-        self.max_episodes = None if widths is None else widths.episodes
+        self.max_episodes = None if widths is None else widths.episodes or None
 
     @classmethod
     def practical(cls, mdp: LayeredMDP, regularizer: Regularizer | None = None) -> UnknownFTRL:
@@ -139,15 +127,12 @@ class UnknownFTRL(CountingLearner):
         return cls(mdp, regularizer, widths=widths, bonus=True)
 
     @classmethod
-    def jin_huang_luo(
-        cls, mdp: LayeredMDP, episodes: int | None = None, *, full_information: bool = False
-    ) -> UnknownFTRL:
+    def jin_huang_luo(cls, mdp: LayeredMDP, episodes: int | None = None) -> UnknownFTRL:
         """The algorithm of Jin, Huang and Luo (2021) with the constants that they print.
 
-        Bandit feedback: psi_t = -sqrt(tau) sum sqrt(q) - 128 L^4 sum log q with tau the number of
-        the episode in its epoch, and delta = T^-3. Full information: sum q log q over
-        eta_t = sqrt(L ln(S A) / (64 L^5 ln(S A) + M_t)), and delta = T^-2. Two things differ, and
-        both help: one pseudo-count, and no bonus where the next state is certain.
+        psi_t = -sqrt(tau) sum sqrt(q) - 128 L^4 sum log q with tau the number of the episode in its
+        epoch, and delta = T^-3. Two things differ, and both help: one pseudo-count, and no bonus
+        where the next state is certain.
 
         Raises:
             ValueError: if the number of episodes is missing.
@@ -155,16 +140,11 @@ class UnknownFTRL(CountingLearner):
         if episodes is None or episodes < 2:
             raise ValueError(
                 "episodes: the algorithm of Jin, Huang and Luo needs the number of episodes T, at "
-                f"least 2, for its confidence level T^-{2 if full_information else 3}; got "
-                f"{episodes}"
+                f"least 2, for its confidence level T^-3; got {episodes}"
             )
-        delta = float(episodes) ** (-2 if full_information else -3)
-        psi: Regularizer = Tsallis() / InverseSqrt(1.0) + LogBarrier(128.0 * mdp.horizon**4)
-        if full_information:
-            psi = Shannon() / InverseSqrt(1.0)
-        widths = Widths.of("jin_huang_luo", mdp, episodes, delta)
-        options = {"bonus": True, "restart": True, "full_information": full_information}
-        return cls(mdp, psi, widths=widths, **options)
+        psi = Tsallis() / InverseSqrt(1.0) + LogBarrier(128.0 * mdp.horizon**4)
+        widths = Widths.of("jin_huang_luo", mdp, episodes, float(episodes) ** -3)
+        return cls(mdp, psi, widths=widths, bonus=True, restart=True)
 
     def start(self, num_seeds: int) -> None:
         super().start(num_seeds)
@@ -173,8 +153,6 @@ class UnknownFTRL(CountingLearner):
         state["cumulative_loss"] = zero
         uniform = uniform_policy(self.mdp).expand_as(zero)
         state["q"] = occupancy(self.believed(), uniform, in_order=True)
-        if self.full_information:
-            state["spread"] = zero.new_zeros(num_seeds)
 
     def believed(self) -> LayeredMDP:
         """The MDP over whose occupancy measures the step is taken, a batch of N."""
@@ -196,7 +174,6 @@ class UnknownFTRL(CountingLearner):
             "believed": model_of(mdp, dense=True)._replace(conserved=True),
             "powers": WeightsOverTime(regularizer, mdp.actions.shape).powers(),
             "uniform": uniform_policy(mdp).numpy().flatten(),
-            "spread": np.zeros(1),
         }
 
     check_settings = FTRL.check_settings
@@ -219,8 +196,6 @@ def _propose_believed(game: Game, t: int, tally: Tally, learner: Any, work: Work
 @observe.register(CompiledUnknown)
 def _observe_unknown(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     beliefs.estimate_losses(game, learner.confidence.bounded, learner)
-    if learner.full_information:
-        learner.spread[0] += spread_of(learner)
     for i in range(len(learner.q)):
         learner.cumulative_loss[i] += learner.estimate[i]
     if beliefs.count_episode(game, t, learner):
@@ -231,16 +206,16 @@ def _observe_unknown(game: Game, t: int, tally: Tally, learner: Any, work: Work)
 @routine(inline=True)
 def believe(learner: CompiledUnknown, work: Work) -> None:
     """Write the believed models, their interior points, and the bonus."""
-    model, entry, settings = learner.believed, learner.entry, learner.confidence
+    model, entry, widths = learner.believed, learner.entry, learner.confidence.widths
     layers, num_actions = len(model.start) - 1, model.num_actions
     for k in range(layers):
-        reach = settings.share * float(layers - 1 - k if settings.remaining else layers)
+        reach = widths.share * float(layers - 1 - k if widths.remaining else layers)
         for i in range(model.start[k] * num_actions, model.start[k + 1] * num_actions):
-            if settings.bonus and model.exists[at.PAIR, i]:
+            if learner.confidence.bonus and model.exists[at.PAIR, i]:
                 total = 0.0
                 for e in range(entry[i], entry[i + 1]):
                     total += learner.widths[e]
-                learner.bonus[i] = reach * min(settings.share * total, 1.0)
+                learner.bonus[i] = reach * min(widths.share * total, 1.0)
     for i in range(model.start[-2] * model.num_actions):
         if model.exists[at.PAIR, i]:
             for e in range(entry[i], entry[i + 1]):
@@ -260,8 +235,6 @@ def renew(learner: CompiledUnknown, work: Work) -> None:
             learner.cumulative_loss[i] = where(new, 0.0, learner.cumulative_loss[i])
             learner.fresh[i] = learner.solver.middle[i]
         learner.q[i] = where(new, learner.fresh[i], learner.q[i])
-    if learner.restart:
-        learner.spread[0] = where(new, 0.0, learner.spread[0])
     work.notes[at.ERROR] = where(new, np.inf, work.notes[at.ERROR])
     work.notes[at.RECENT] = where(new, 0.0, work.notes[at.RECENT])
     work.notes[at.GUESSED] = where(new, 0.0, work.notes[at.GUESSED])
@@ -275,39 +248,9 @@ def set_time(t: float, learner: CompiledUnknown, work: Work) -> None:
     for i in range(len(learner.loss)):
         learner.loss[i] = learner.cumulative_loss[i] - counted * learner.bonus[i]
     time = counted + 1.0
-    if learner.full_information:
-        horizon = float(len(learner.believed.start) - 1)
-        time = 64.0 * horizon**4 + learner.spread[0] / learner.choices
     for k in range(powers.shape[1]):
-        before, weight = weights[k], powers[0, k]
-        if powers[1, k] == 0.5:
-            weights[k] = weight * sqrt(time)
-        elif powers[1, k] == 0.0:
-            weights[k] = weight
-        else:
-            weights[k] = weight * power(time, powers[1, k])
+        before = weights[k]
+        weights[k] = powers[0, k] * power(time, powers[1, k])
         change = abs(weights[k] - before)
         most = max(most, where(change > 0.0, change / abs(before), 0.0))
     work.notes[at.ERROR] += most
-
-
-@routine(inline=True)
-def spread_of(learner: CompiledUnknown) -> Any:
-    """min{ sum q l^2, sum q (Q - V)^2 } for the estimate l minus the bonus, and its values."""
-    model, V, Q = learner.believed, learner.ahead, learner.future
-    start, num_actions, plain, shifted = model.start, model.num_actions, 0.0, 0.0
-    for k in range(len(start) - 2, -1, -1):
-        width = start[k + 2] - start[k + 1] if k + 2 < len(start) else 0
-        for s in range(start[k], start[k + 1]):
-            value = 0.0
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                loss = learner.estimate[i] - learner.bonus[i]
-                plain += learner.q[i] * (loss * loss)
-                for j in range(width):
-                    loss += model.next_state[i, j] * V[start[k + 1] + j]
-                Q[i] = loss
-                value += learner.policy[i] * loss
-            V[s] = value
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                shifted += learner.q[i] * ((Q[i] - value) * (Q[i] - value))
-    return min(plain, shifted)

@@ -18,14 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from torch_occ._support.constants import CONVERGED
 from torch_occ.engine.lanes import where
 from torch_occ.engine.layout import PAIR, Floats, Ints, Work
 from torch_occ.engine.learners import note_solve
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
-from torch_occ.game.checks import DIAGNOSTICS
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.rivals import beliefs
 from torch_occ.rivals.beliefs import Confidence, CountingLearner, Widths
@@ -34,7 +32,7 @@ from torch_occ.step.solution import Options
 
 
 class CompiledUOBREPS(NamedTuple):
-    """`UOBREPS`. The diagnostics are those of the last projection."""
+    """`UOBREPS`."""
 
     counts: Floats  # (M,)
     visits: PerPair
@@ -45,11 +43,7 @@ class CompiledUOBREPS(NamedTuple):
     widths: Floats  # (M,)
     q: PerPair
     rows: Floats  # (M,)
-    newton_steps: Floats  # (1,)
-    dual_residual: Floats  # (1,)
-    flow_residual: Floats  # (1,)
-    uncertified: Floats  # (1,)
-    status: Floats  # (1,)
+    estimate: PerPair  # of the last episode
     confidence: Confidence
     entry: Ints
     learning_rate: float
@@ -60,7 +54,6 @@ class CompiledUOBREPS(NamedTuple):
     lower: Floats  # (M,)
     upper: Floats  # (M,)
     policy: PerPair
-    estimate: PerPair
     room: PerPair
     ahead: PerState
     order: PerState
@@ -76,7 +69,7 @@ class UOBREPS(CountingLearner):
     O(L S sqrt(A T ln(T S A / delta))) with probability 1 - O(delta).
 
     The state has, beyond that of `CountingLearner`, `q` `(N, S, A)` and `rows` `(N, M)`, the
-    transitions inside q_t.
+    transitions inside q_t, and `estimate` `(N, S, A)`, that of the last episode.
 
     Args:
         mdp: only its layout and its initial distribution are used.
@@ -119,7 +112,7 @@ class UOBREPS(CountingLearner):
         self.learning_rate = _positive("learning_rate", learning_rate, printed)
         self.bias = _positive("bias", bias, printed)
         self.widths = Widths.of("uob_reps", self.mdp, episodes, delta) if widths is None else widths
-        self.max_episodes = self.widths.episodes
+        self.max_episodes = self.widths.episodes or None
         self.options = Options()
 
     def start(self, num_seeds: int) -> None:
@@ -128,10 +121,8 @@ class UOBREPS(CountingLearner):
         pairs = torch.cat([n.sum().expand_as(n) for n in self.mdp.split(in_layer, -1)])
         q = self.mdp.actions / pairs.unsqueeze(-1).to(self.mdp.dtype)
         self.state["q"] = q.expand(num_seeds, -1, -1).clone()
-        self.state["rows"] = (
-            beliefs.join_transitions(self.mdp.transitions).expand(num_seeds, -1).clone()
-        )
-        self.state |= {name: q.new_zeros(num_seeds) for name in DIAGNOSTICS}
+        rows = beliefs.join_transitions(self.mdp.transitions)
+        self.state |= {"rows": rows.expand(num_seeds, -1).clone(), "estimate": 0 * self.state["q"]}
 
     def settings(self) -> dict[str, Any]:
         found = super().settings()
@@ -142,33 +133,27 @@ class UOBREPS(CountingLearner):
             "scratch": make_scratch(start, found["entry"]),
         }
 
-    def diagnostics(self) -> dict[str, Tensor]:
-        return {name: self.state[name] for name in DIAGNOSTICS}
-
 
 @propose.register(CompiledUOBREPS)
 def _propose_projected(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     if t == 0:
         beliefs.bound_transitions(game.model, learner)
+    if game.before + t > 0:
+        status, steps, flow, dual = project(game.model, learner)
+        good = status == float(CONVERGED)  # a projection that failed is left out
+        for i in range(len(learner.q)):
+            learner.q[i] = where(good, learner.scratch.pairs[FOUND, i], learner.q[i])
+            if game.model.exists[PAIR, i]:
+                for e in range(learner.entry[i], learner.entry[i + 1]):
+                    learner.rows[e] = where(good, learner.scratch.rows[P, e], learner.rows[e])
+        note_solve(game.before + t + 1, status, steps, flow, dual, tally)
     beliefs.write_policy(game.model.num_actions, learner.policy, learner)
-    steps, flow, dual = learner.newton_steps[0], learner.flow_residual[0], learner.dual_residual[0]
-    note_solve(game.before + t + 1, learner.status[0], steps, flow, dual, tally)
 
 
 @observe.register(CompiledUOBREPS)
-def _observe_and_project(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+def _observe_estimates(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     beliefs.estimate_losses(game, True, learner)
     beliefs.count_episode(game, t, learner)
-    status, steps, flow, dual = project(game.model, learner)
-    good = status == float(CONVERGED)  # a projection that failed is left out
-    for i in range(len(learner.q)):
-        learner.q[i] = where(good, learner.scratch.pairs[FOUND, i], learner.q[i])
-        if game.model.exists[PAIR, i]:
-            for e in range(learner.entry[i], learner.entry[i + 1]):
-                learner.rows[e] = where(good, learner.scratch.rows[P, e], learner.rows[e])
-    learner.status[0], learner.uncertified[0] = status, where(good, 0.0, 1.0)
-    learner.newton_steps[0], learner.flow_residual[0] = steps, flow
-    learner.dual_residual[0] = dual
 
 
 def _positive(name: str, given: float | None, default: float) -> float:

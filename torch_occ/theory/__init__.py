@@ -15,9 +15,9 @@ shifted       FTRL with a budgeted shift: lemmas and theorems of docs/adaptive.m
 """
 
 # isort: skip_file
-import importlib as _importlib
 import typing as _typing
-import warnings as _warnings
+
+from torch_occ._support.choices import former as _former
 
 # The order is that of the table above: a module imports only from those before it.
 from torch_occ.theory.statements import Statement as Statement
@@ -115,13 +115,4 @@ _GONE = {
 if not _typing.TYPE_CHECKING:  # a type checker would take every name for one that exists
 
     def __getattr__(name: str) -> object:
-        for module, names in _MOVED.items():
-            if name in names.split():
-                where = f"torch_occ.theory.{module}"
-                text = f"torch_occ.theory.{name} is {where}.{name} now"
-                _warnings.warn(text, DeprecationWarning, stacklevel=2)
-                return getattr(_importlib.import_module(where), name)
-        for names, advice in _GONE.items():
-            if name in names.split():
-                raise AttributeError(f"torch_occ.theory.{name} was removed: {advice}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _former(__name__, name, _MOVED, _GONE)

@@ -26,6 +26,7 @@ from torch_occ.game.losses import (
     check_unit_interval,
     mean_square,
 )
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import optimal_policy, policy_of, reachability
 from torch_occ.regularizers.base import Regularizer
@@ -199,8 +200,7 @@ def _corrupted(mdp: LayeredMDP, losses: Corrupted, clean: Tensor, episodes: int)
 
 def check_episodes(episodes: int) -> None:
     """Raise a ValueError if this number of episodes cannot be forecast."""
-    if not 1 <= episodes <= 10**12:
-        raise ValueError(f"episodes: expected a number from 1 to 1e12, got {episodes}")
+    check_that(1 <= episodes <= 10**12, "episodes", "a number from 1 to 1e12", episodes)
 
 
 def _first_mean(mdp: LayeredMDP, losses: LossProcess, start: int) -> Tensor:
@@ -240,14 +240,6 @@ SMALL_NOISE = 1 / 3
 
 #: The largest size of a matrix over pairs at all nodes.
 MOST_BYTES = 4 * 10**9
-
-
-class Estimates(NamedTuple):
-    """The loss estimates at K nodes."""
-
-    mean: Tensor  # (K, *batch, S, A), of the losses
-    noise: Noise
-    baseline: Tensor  # (K, *batch, S, A)
 
 
 class Forecast(NamedTuple):
@@ -336,17 +328,16 @@ def forecast(
 
     linear = Linearization(step, q, t)
     baseline = torch.where(mdp.actions, estimate.baseline(q, t), 0.0)
-    given = Estimates(mean[grid.phase], phases.noise, baseline)
-    bend, square = _noise(mdp, linear, grid, given)
+    bend, square = _noise(linear, grid, mean[grid.phase], phases.noise, baseline)
     curves = (drift, grid.sums(-0.5 * bend), grid.sums(0.5 * square))
-    drift, fluctuation, stability = (
+    drift, noise, stability = (
         torch.where(certified, curve, torch.nan).movedim(0, -1) for curve in curves
     )
-    return Forecast(grid.ends, drift, fluctuation, stability, certified)
+    return Forecast(grid.ends, drift, noise, stability, certified)
 
 
 def _noise(
-    mdp: LayeredMDP, linear: Linearization, grid: Quadrature, given: Estimates
+    linear: Linearization, grid: Quadrature, mean: Tensor, noise: Noise, baseline: Tensor
 ) -> tuple[Tensor, Tensor]:
     """D3psi[Pi m](Pi C Pi) and E |loss_estimate|^2_Pi at every node, `(K, *batch)`, by matrices."""
     q = linear.q
@@ -358,22 +349,24 @@ def _noise(
             f"{nodes:,} nodes; use occ.leap"
         )
     Pi = linear.dense()  # (K, *batch, S * A, S * A)
-    visited = second_moment(mdp, q, given)
-    flat, b = given.mean.flatten(-2), given.baseline.flatten(-2)
+    flat, visited = mean.flatten(-2), second_moment(linear.mdp, q, mean, noise, baseline)
+    b = baseline.flatten(-2)
     C = grid.sums_before(visited - outer(flat - b))
     u = (Pi @ flat.unsqueeze(-1)).squeeze(-1).unflatten(-1, q.shape[-2:])
     mixed = (b.unsqueeze(-2) @ Pi @ (2 * flat - b).unsqueeze(-1))[..., 0, 0]
     return linear.bend(u, Pi @ C @ Pi), (Pi * visited).sum((-2, -1)) + mixed
 
 
-def second_moment(mdp: LayeredMDP, q: Tensor, given: Estimates) -> Tensor:
+def second_moment(
+    mdp: LayeredMDP, q: Tensor, mean: Tensor, noise: Noise, baseline: Tensor
+) -> Tensor:
     """E[x x'] of one episode, `(*batch, S * A, S * A)`, with x = (loss - b) / q where visited.
 
     x is the loss estimate minus b. With m = mean - b, the entry of pairs i before j is
     m_i m_j P(i and j are visited) / (q_i q_j) = m_i m_j P(s_j is visited | i) / q(s_j). The
     diagonal is E[(loss_i - b_i)^2] / q_i. Two pairs of one layer are never both visited.
     """
-    (mean, noise, baseline), exists = given, mdp.actions
+    exists = mdp.actions
     reached = reachability(mdp, policy_of(mdp, q))
     ahead = mdp.joint_transitions @ reached.unsqueeze(-3)  # (*batch, S, A, S)
     later = (ahead / q.sum(-1)[..., None, None, :]).flatten(-3, -2)  # (*batch, S * A, S)
@@ -459,10 +452,8 @@ def leap(
         TypeError: if the losses or the estimator cannot be forecast.
     """
     check_episodes(episodes)
-    if particles < 1:
-        raise ValueError(f"particles: expected at least 1, got {particles}")
-    if not accuracy > 0:
-        raise ValueError(f"accuracy: expected a positive number, got {accuracy}")
+    check_that(particles >= 1, "particles", "at least 1", particles)
+    check_that(accuracy > 0, "accuracy", "a positive number", accuracy)
     for batch in regularizer.batched():
         raise ValueError(
             f"regularizer: a parameter has the batch shape {tuple(batch)}, and leap takes one "

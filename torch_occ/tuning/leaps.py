@@ -37,17 +37,6 @@ from torch_occ.step.ways import why_not_game
 from torch_occ.tuning.forecast import Phases
 
 
-def _over_time(mdp: LayeredMDP, regularizer: Regularizer) -> WeightsOverTime:
-    return WeightsOverTime(regularizer, mdp.actions.shape)
-
-
-def _barrier(estimator: CentredEstimator) -> tuple[Regularizer, ...]:
-    """A regularizer whose weight is -1 / eta_t, with the learning rate of the estimator, if any."""
-    if isinstance(estimator, ReducedVariance):
-        return (LogBarrier() / estimator.learning_rate,)
-    return ()
-
-
 def run_leaps(
     mdp: LayeredMDP,
     regularizer: Regularizer,
@@ -62,18 +51,21 @@ def run_leaps(
     reason = why_not_game(mdp, regularizer)
     if type(estimator) not in (ImportanceWeighted, ReducedVariance):
         reason = f"the engine does not know the estimator {type(estimator).__name__}"
-    known = (regularizer, *_barrier(estimator))
-    if reason is None and not all(_over_time(mdp, psi).are_powers for psi in known):
-        reason = "the weights are not powers of t"
+    every, threshold = [regularizer], np.array([2.0, 0.0])  # above every q
+    if isinstance(estimator, ReducedVariance):  # the weight of the barrier is -1 / eta_t
+        every.append(LogBarrier() / estimator.learning_rate)
+    if reason is None:
+        weigh, *rate = (WeightsOverTime(psi, mdp.actions.shape) for psi in every)
+        if not all(weights.are_powers for weights in (weigh, *rate)):
+            reason = "the weights are not powers of t"
     if reason is not None:
         raise ValueError(f"leap: {reason}; use occ.forecast, or occ.simulate for fewer episodes")
     regularizer.validate()
     stops = torch.tensor(sorted({*log_spaced(episodes, 10), *phases.starts[1:]}), dtype=mdp.dtype)
     phase, means = phases.at(stops), phases.means.detach()
     gaps = optimal_policy(mdp, means, in_order=True).gaps
-    weigh, threshold = _over_time(mdp, regularizer), np.array([2.0, 0.0])  # above every q
-    for barrier in _barrier(estimator):
-        inverse, power = _over_time(mdp, barrier).powers()[:, 0]
+    for weights in rate:
+        inverse, power = weights.powers()[:, 0]
         threshold = np.array([(4.0 / inverse) ** 2, -2.0 * power])
     model = model_of(mdp)
     lanes = lanes_in(model, particles)

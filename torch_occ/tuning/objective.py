@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_occ.game.estimators import Estimator, centred
 from torch_occ.game.losses import LossProcess
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.tuning.forecast import SMALL_NOISE, Forecast, forecast
@@ -77,32 +78,29 @@ class ForecastObjective:
     ) -> None:
         if not worlds:
             raise ValueError("worlds: expected at least one")
-        if not (robustness > 0 and floor > 0):
-            raise ValueError(
-                f"robustness, floor: expected positive numbers, got {robustness} and {floor}"
-            )
+        fine, found = robustness > 0 and floor > 0, f"{robustness} and {floor}"
+        check_that(fine, "robustness, floor", "positive numbers", found)
         self.worlds, self.episodes, self.robustness = tuple(worlds), episodes, robustness
         self.trust, self.floor = trust, floor
         self.estimator = centred(estimator)
         self.scales = [torch.zeros((), dtype=torch.float64) for _ in worlds]
         if reference is not None:
             with torch.no_grad():
-                self.scales = [self._forecast(world, reference, None).final for world in worlds]
+                self.scales = [path.final for path in self._forecasts(reference, None)]
             for world, scale in zip(worlds, self.scales, strict=True):
                 if not bool(scale.isfinite().all()):
-                    raise ValueError(
-                        f"reference: its forecast regret in {world.name!r} is {scale.tolist()}; it "
-                        "has no certificate"
-                    )
+                    found = f"its forecast regret in {world.name!r} is {scale.tolist()}"
+                    raise ValueError(f"reference: {found}; it has no certificate")
 
-    def _forecast(
-        self, world: World, regularizer: Regularizer, estimator: Estimator | None
-    ) -> Forecast:
-        return forecast(world.mdp, regularizer, world.losses, self.episodes, estimator=estimator)
+    def _forecasts(self, psi: Regularizer, estimator: Estimator | None) -> list[Forecast]:
+        return [
+            forecast(world.mdp, psi, world.losses, self.episodes, estimator=estimator)
+            for world in self.worlds
+        ]
 
     def __call__(self, regularizer: Regularizer) -> Evaluation:
         """Evaluate the objective; parameters `(B, 1)` broadcast with the MDPs of a world."""
-        paths = [self._forecast(world, regularizer, self.estimator) for world in self.worlds]
+        paths = self._forecasts(regularizer, self.estimator)
         regrets: dict[str, list[Tensor]] = {}
         ratios: dict[str, list[Tensor]] = {}
         for world, scale, path in zip(self.worlds, self.scales, paths, strict=True):

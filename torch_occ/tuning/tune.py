@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import constraints, transform_to
 
 from torch_occ._support.choices import later, progress_bar, summary_writer, wants_bar
 from torch_occ._support.files import Kept, State, copied
 from torch_occ._support.fingerprints import fingerprints
-from torch_occ._support.processes import asked_to_stop, explain, sigterm_raises
+from torch_occ._support.processes import stoppable
+from torch_occ.game.callbacks import Callback, tell
 from torch_occ.game.estimators import ReducedVariance
 from torch_occ.game.learners import FTRL, Learner
 from torch_occ.game.shifted import ShiftedFTRL
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import ConditionalEntropy, LogBarrier, Tsallis
-from torch_occ.regularizers.parameters import Parametrized
+from torch_occ.regularizers.parameters import Parametrized, call_with
 from torch_occ.regularizers.schedules import InverseSqrt
 from torch_occ.tuning.objective import Evaluation
 
@@ -37,8 +36,7 @@ Objective = Callable[[Regularizer], Evaluation]
 # -- The space in which parameters are tuned: one unconstrained coordinate per number, in bounds ---
 #
 # A number is the image of its coordinate under the transform of its parameter's domain: logarithms
-# for positive numbers, logits for intervals. A parameter with one value per layer, state or pair
-# has as many numbers, named by their indices: `beta[2]`, `beta[2,0]`.
+# for positive numbers, logits for intervals.
 
 #: The bounds of positive parameters, unless `bounds` gives others.
 LOWEST, HIGHEST = 1e-4, 1e4
@@ -53,16 +51,8 @@ class ParameterSpace:
         only: Sequence[str] | None,
         bounds: Mapping[str, tuple[float, float]],
     ) -> None:
-        domains, own = _domains(regularizer), dict(regularizer.named_parameters())
-        # The parameter and the index of every number, by its name.
-        every = {number: (name, i) for name in domains for number, i in numbers(name, own[name])}
-        self.entries = {
-            number: (name, i)
-            for number, (name, i) in every.items()
-            if only is None or not {*_names(number), *_names(name)}.isdisjoint(only)
-        }
-        self.names = tuple(self.entries)
-        known = {each for name in (*every, *domains) for each in _names(name)}
+        domains = _domains(regularizer)
+        known = {each for name in domains for each in _names(name)}
         for argument, given in (("only", only or ()), ("bounds", bounds)):
             for name in given:
                 if name not in known:
@@ -70,64 +60,51 @@ class ParameterSpace:
                         f"{argument}: the regularizer has no parameter {name!r}; it has "
                         f"{', '.join(domains)}"
                     )
-        if not self.names:
-            raise ValueError("regularizer: there is no parameter to tune")
-        for name in dict.fromkeys(name for name, _ in self.entries.values()):
-            _check_tunable(regularizer, name, own[name])
-        self.own = {name: own[name].detach().double().clone() for name, _ in self.entries.values()}
-        self.transforms = [transform_to(domains[name]) for name, _ in self.entries.values()]
-        found = []
-        for (number, (name, i)), transform in zip(
-            self.entries.items(), self.transforms, strict=True
-        ):
-            value, own_names = self.own[name][i], (*_names(number), *_names(name))
-            asked = [bounds[each] for each in own_names if each in bounds]
-            limits = (*asked, _default_bounds(domains[name]))[0]
+        found, self.transforms, self.shapes = [], dict[str, Any](), list[torch.Size]()
+        for name, domain in domains.items():
+            if only is not None and {*_names(name)}.isdisjoint(only):
+                continue
+            value = _tunable(regularizer, name)
+            self.transforms[name] = transform = transform_to(domain)
+            self.shapes.append(value.shape)
+            asked = [bounds[each] for each in _names(name) if each in bounds]
+            limits = (*asked, _default_bounds(domain))[0]
             ends = [transform.inv(torch.tensor(limit, dtype=torch.float64)) for limit in limits]
             if not (bool(ends[0].isfinite()) and bool(ends[1].isfinite()) and ends[0] < ends[1]):
                 raise ValueError(
-                    f"bounds: {number} must satisfy {domains[name]} with a lower and a higher end "
+                    f"bounds: {name} must satisfy {domain} with a lower and a higher end "
                     f"inside, got {limits}"
                 )
-            if not limits[0] <= float(value) <= limits[1]:
+            for outside in value[(value < limits[0]) | (value > limits[1])].tolist()[:1]:
                 raise ValueError(
-                    f"regularizer: {number} is {float(value):g}, outside its bounds {limits}; "
+                    f"regularizer: {name} is {outside:g}, outside its bounds {limits}; "
                     "start inside, or give other bounds"
                 )
-            found.append(torch.stack([transform.inv(value), *ends]))
-        self.centre, self.low, self.high = torch.stack(found, -1)  # (numbers,) each
+            own = transform.inv(value).flatten()
+            found.append(torch.stack([own, *(end.expand_as(own) for end in ends)]))
+        if not found:
+            raise ValueError("regularizer: there is no parameter to tune")
+        self.centre, self.low, self.high = torch.cat(found, -1)  # (numbers,) each
 
-    def parameters_at(self, u: Tensor) -> Tensor:
-        """Numbers from coordinates, `(..., numbers)` both."""
-        return torch.stack(
-            [transform(u[..., i]) for i, transform in enumerate(self.transforms)], -1
-        )
-
-    def tensors(self, parameters: Tensor) -> dict[str, Tensor]:
-        """Every parameter `(..., *event)` by name; numbers that are not tuned keep their values."""
-        columns = dict(zip(self.names, parameters.unbind(-1), strict=True))
-        found = {}
-        for name, own in self.own.items():
-            batch = parameters.shape[:-1]
-            parts = [columns.get(each, own[i].expand(batch)) for each, i in numbers(name, own)]
-            found[name] = torch.stack(parts, -1).reshape((*batch, *own.shape))
-        return found
+    def tensors(self, u: Tensor) -> dict[str, Tensor]:
+        """Every parameter `(..., *event)` by name, from coordinates `(..., numbers)`."""
+        parts = u.split([shape.numel() for shape in self.shapes], -1)
+        given = zip(self.transforms.items(), parts, self.shapes, strict=True)
+        return {
+            name: transform(part).reshape((*u.shape[:-1], *shape))
+            for (name, transform), part, shape in given
+        }
 
     def at_bounds(self, u: Tensor) -> tuple[str, ...]:
-        """The names of the numbers that are at a bound, for coordinates `(numbers,)`."""
-        met = (u <= self.low) | (u >= self.high)
-        return tuple(name for name, flag in zip(self.names, met.tolist(), strict=True) if flag)
+        """The names of the parameters with a number at a bound, for coordinates `(numbers,)`."""
+        met = ((u <= self.low) | (u >= self.high)).split([x.numel() for x in self.shapes])
+        return tuple(name for name, x in zip(self.transforms, met, strict=True) if bool(x.any()))
 
 
-def numbers(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, ...]]]:
-    """The names and indices of the numbers of a parameter; a scalar has one, with its name."""
-    indices = product(*map(range, parameter.shape))
-    return [(f"{name}[{','.join(map(str, i))}]" if i else name, i) for i in indices]
-
-
-def _check_tunable(regularizer: Regularizer, name: str, parameter: Tensor) -> None:
+def _tunable(regularizer: Regularizer, name: str) -> Tensor:
+    """The value of a parameter; a ValueError if a batch of starts cannot be told from its shape."""
     owner, _, last = name.rpartition(".")
-    module = regularizer.get_submodule(owner)
+    module, parameter = regularizer.get_submodule(owner), regularizer.get_parameter(name)
     if not isinstance(module, Parametrized):
         raise ValueError(
             f"regularizer: {name} belongs to a {type(module).__name__}, which cannot tell a "
@@ -140,6 +117,7 @@ def _check_tunable(regularizer: Regularizer, name: str, parameter: Tensor) -> No
             "starts are the batch. For one value per layer, state or pair, give occ.PerLayer, "
             "occ.PerState or occ.PerPair"
         )
+    return parameter.detach().double()
 
 
 def _names(name: str) -> tuple[str, str]:
@@ -166,24 +144,13 @@ def _default_bounds(domain: constraints.Constraint) -> tuple[float, float]:
     return (-HIGHEST, HIGHEST) if domain is constraints.real else (LOWEST, HIGHEST)
 
 
-class TuningBoard:
-    """Writes `meta/*` for TensorBoard; if that fails, the tuning continues without it."""
+class TuningBoard(Callback):
+    """Writes `meta/*` for TensorBoard."""
 
     def __init__(self, directory: str | Path, tuner: Tuner) -> None:
         self.writer: Any = summary_writer(directory, purge_step=len(tuner.values))
 
-    def write(self, tuner: Tuner, last: bool = False) -> None:
-        """Log the last step, or the result; then close the file."""
-        try:
-            if self.writer is not None:
-                (self._close if last else self._write)(tuner)
-        except OSError as error:
-            self.writer = None
-            lost = "the result is not in TensorBoard"
-            otherwise = lost if last else "the tuning goes on without TensorBoard"
-            warnings.warn(f"directory: {error}; {otherwise}", stacklevel=3)
-
-    def _write(self, tuner: Tuner) -> None:
+    def on_checkpoint(self, tuner: Any) -> None:
         step, best = len(tuner.values) - 1, int(tuner.best_values.argmin())
         values: dict[str, Any] = {
             "objective": tuner.values[-1][best],
@@ -194,7 +161,7 @@ class TuningBoard:
         }
         values |= {f"objective_of_start/{i}": x for i, x in enumerate(tuner.values[-1])}
         values |= {f"regret/{name}": x[best] for name, x in tuner.best_regrets.items()}
-        for name, x in tuner.space.tensors(tuner.path[-1][best]).items():
+        for name, x in tuner.space.tensors(tuner.last_u[best]).items():
             if x.dim():  # a curve for every number would be too many
                 self.writer.add_histogram(f"meta/{name}", x, step)
                 ends = {"least": x.min(), "mean": x.mean(), "largest": x.max()}
@@ -204,7 +171,7 @@ class TuningBoard:
         for tag, value in values.items():
             self.writer.add_scalar(f"meta/{tag}", float(value), step)
 
-    def _close(self, tuner: Tuner) -> None:
+    def on_end(self, tuner: Any, result: Any) -> None:
         if bool(tuner.best_values.isfinite().any()):
             text = f"```\n{tuner.result()}\n```"
             self.writer.add_text("meta/result", text, len(tuner.values) - 1)
@@ -222,9 +189,9 @@ class TuningBoard:
 class Tuned:
     """The result of tuning, over `steps + 1` evaluations and all starts."""
 
-    # The best numbers, by their names in the regularizer: `terms.1.beta`, or `terms.1.beta[2]` for
-    # a parameter with one value per layer, state or pair.
-    parameters: dict[str, float]
+    # The best numbers, by their names in the regularizer: `terms.1.beta`. A parameter with one
+    # value per layer, state or pair has a list of them.
+    parameters: dict[str, Any]
     value: float  # the objective there
     regrets: dict[str, float]  # the regrets there, by environment
     start: int  # the index of the start that found it
@@ -232,34 +199,26 @@ class Tuned:
     at_bounds: tuple[str, ...]
     failures: Tensor  # (evaluations, starts), where the objective was not finite or not certified
     values: Tensor  # (evaluations, starts), NaN at failures
-    path: Tensor  # (evaluations, starts, parameters)
-    names: tuple[str, ...]
+    path: Tensor  # (evaluations, starts, numbers), in the order of `parameters`
     seconds: float
     finished: bool
 
     def load_into(self, regularizer: Regularizer) -> None:
         """Set a regularizer's parameters to the best ones."""
         with torch.no_grad():
-            for name, parameter in regularizer.named_parameters():
-                for number, i in numbers(name, parameter):
-                    if number in self.parameters:
-                        parameter[i] = self.parameters[number]
+            for name, value in self.parameters.items():
+                regularizer.get_parameter(name).copy_(torch.tensor(value, dtype=torch.float64))
 
     def __str__(self) -> str:
         lines = [
             f"objective {self.value:.6g} by start {self.start}, {len(self.values)} evaluations, "
             f"{self.seconds:.1f} s"
         ]
-        grouped: dict[str, list[float]] = {}
         for name, value in self.parameters.items():
-            grouped.setdefault(name.partition("[")[0], []).append(value)
-        for name, own in grouped.items():
-            bound = sum(name == each.partition("[")[0] for each in self.at_bounds)
-            note, text = " (at its bound)", f"{own[0]:.6g}"
-            if len(own) > 1:
-                note = f" ({bound} at their bounds)"
-                text = f"{len(own)} numbers from {min(own):.6g} to {max(own):.6g}"
-            lines.append(f"  {name} = {text}{note if bound else ''}")
+            own, note = torch.tensor(value), " (at its bound)" if name in self.at_bounds else ""
+            ends = f"{float(own.min()):.6g} to {float(own.max()):.6g}"
+            text = f"{own.numel()} numbers from {ends}" if own.dim() else f"{value:.6g}"
+            lines.append(f"  {name} = {text}{note}")
         lines += [f"  regret, {name}: {value:.6g}" for name, value in self.regrets.items()]
         if failed := int(self.failures.sum()):
             every = self.failures.numel()
@@ -278,7 +237,6 @@ def tune(
     rate: float = 0.15,
     spread: float = 1.5,
     seed: int = 0,
-    optimizer: Callable[[list[Tensor], float], torch.optim.Optimizer] | None = None,
     directory: str | Path | None = None,
     progress: bool | None = None,
     save_to: str | Path | None = None,
@@ -293,14 +251,13 @@ def tune(
             `(starts, 1, *event)` with one value per layer, state or pair; for example a
             `ForecastObjective`.
         regularizer: its parameters, which have no batch shape, are the first start.
-        steps: of the optimizer.
+        steps: of the optimizer, Adam.
         starts: the other starts are drawn around the first one, with standard deviation `spread`
             in the unconstrained space.
-        only: names of the parameters to tune: full names (`terms.1.beta`), their last part
-            (`beta`), or the same for numbers (`beta[2]`); all by default.
+        only: names of the parameters to tune, in full (`terms.1.beta`) or their last part
+            (`beta`); all by default.
         bounds: by the same names; 1e-4 to 1e4 by default.
-        rate: the learning rate of the optimizer; it decreases to zero along a cosine.
-        optimizer: `(tensors, rate) -> torch.optim.Optimizer`; Adam by default.
+        rate: the learning rate of Adam; it decreases to zero along a cosine.
         directory: a directory for TensorBoard's `meta/*`.
         progress: show a progress bar; by default on a terminal.
         save_to: a file in which the tuning is saved after every step, so that it can continue
@@ -324,69 +281,61 @@ def tune(
         )
     space = ParameterSpace(regularizer, only, bounds or {})
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(starts, len(space.names), dtype=torch.float64, generator=generator)
+    noise = torch.randn(starts, len(space.centre), dtype=torch.float64, generator=generator)
     noise[0] = 0.0  # the regularizer's own point, and others around it
     u = (space.centre + spread * noise).clamp(space.low, space.high)  # (starts, numbers)
-    adam = partial(torch.optim.Adam, betas=(0.8, 0.99))
-    chosen = (optimizer or adam)([u], rate)
-    tuner = Tuner(_TunedModule(objective, regularizer), space, u, chosen, steps, rate)
+    tuner = Tuner(objective, regularizer, space, u, steps, rate)
     kept = None
     if save_to is not None:
-        options = [space.names, steps, starts, space.low, space.high, rate, spread, seed]
-        options += [type(chosen), optimizer, chosen.defaults]
+        names, defaults = tuple(space.transforms), tuner.optimizer.defaults
+        options = [names, steps, starts, space.low, space.high, rate, spread, seed, defaults]
         own = fingerprints(objective=objective, regularizer=regularizer, options=options)
         kept = Kept(save_to, "tuning", own)
-        found = kept.load() if resume else None
-        if found is not None:
-            tuner.restore(found)
-        kept.try_first(tuner.state())
-    board = TuningBoard(directory, tuner) if directory is not None else None
+        kept.begin(tuner, resume)
+    watching: list[Callback] = [] if directory is None else [TuningBoard(directory, tuner)]
     bar = None
     if wants_bar(progress):
         bar = progress_bar(steps + 1, len(tuner.values), "step", "tuning")
-    with sigterm_raises(kept is not None) as silence:
-        try:
+
+    def stopped() -> tuple[str, Tuned | None]:
+        best = tuner.result() if bool(tuner.best_values.isfinite().any()) else None
+        return f"after {len(tuner.values)} of {steps + 1} steps", best
+
+    try:
+        with stoppable(kept, stopped):
             while len(tuner.values) <= steps:
                 tuner.advance()
-                if board:
-                    board.write(tuner)
+                tell(watching, "on_checkpoint", tuner)
                 if bar is not None:
                     bar.set_postfix_str(f"best {tuner.best_values.min():.4g}")
                     bar.update(1)
                 if kept is not None:
                     kept.keep(tuner.state())
-        except BaseException as error:
-            silence()
-            saved_to = None if kept is None else kept.rescue()
-            if asked_to_stop(error):
-                best = tuner.result() if bool(tuner.best_values.isfinite().any()) else None
-                explain(error, f"after {len(tuner.values)} of {steps + 1} steps", best, saved_to)
-            raise
-        finally:
-            if board:
-                board.write(tuner, last=True)
-            if bar is not None:
-                bar.close()
+    finally:
+        tell(watching, "on_end", tuner, None)
+        if bar is not None:
+            bar.close()
     return tuner.result()
 
 
 class Tuner:
-    """A tuning in progress: `optimizer` moves the points u `(starts, numbers)` of a space."""
+    """A tuning in progress: Adam moves the points u `(starts, numbers)` of a space."""
 
     def __init__(
         self,
-        caller: _TunedModule,
+        objective: Objective,
+        regularizer: Regularizer,
         space: ParameterSpace,
         u: Tensor,
-        optimizer: torch.optim.Optimizer,
         steps: int,
         rate: float,
     ) -> None:
-        self.caller, self.space, self.u, self.optimizer = caller, space, u, optimizer
+        self.objective, self.regularizer, self.space, self.u = objective, regularizer, space, u
+        self.optimizer = torch.optim.Adam([u], rate, betas=(0.8, 0.99))
         self.steps, self.starts, self.rate = steps, len(u), rate
         self.values, self.failures, self.path = list[Tensor](), list[Tensor](), list[Tensor]()
         self.best_values = torch.full((self.starts,), torch.inf, dtype=torch.float64)
-        self.best_u = u.clone()
+        self.best_u = self.last_u = u.clone()
         self.best_regrets: dict[str, Tensor] = {}
         self.gradient_norm = torch.zeros(self.starts, dtype=torch.float64)
         self.seconds = 0.0
@@ -395,10 +344,11 @@ class Tuner:
         """Evaluate the objective at the current points, and make one step."""
         begun = time.monotonic()
         u = self.u.detach().clone().requires_grad_()
-        parameters = self.space.parameters_at(u)
-        tensors = self.space.tensors(parameters)
-        named = {f"regularizer.{name}": x.unsqueeze(1) for name, x in tensors.items()}
-        evaluation = torch.func.functional_call(self.caller, named, ())
+        given = {name: x.unsqueeze(1) for name, x in self.space.tensors(u).items()}
+        evaluation = call_with(self.regularizer, given, lambda: self.objective(self.regularizer))
+        if not isinstance(evaluation, Evaluation):
+            returned = f"returns {type(evaluation).__name__}, not occ.tuning.Evaluation"
+            raise TypeError(f"objective: {returned}; try occ.tuning.ForecastObjective(worlds)")
         value = evaluation.value.expand(self.starts).double()
         fine = value.isfinite() & evaluation.certified.expand(self.starts)
         gradient = torch.zeros_like(u)
@@ -424,7 +374,8 @@ class Tuner:
     def _record(self, u: Tensor, value: Tensor, fine: Tensor, regrets: dict[str, Tensor]) -> None:
         self.values.append(torch.where(fine, value, torch.nan))
         self.failures.append(~fine)
-        self.path.append(self.space.parameters_at(u))
+        self.last_u, tensors = u, self.space.tensors(u)
+        self.path.append(torch.cat([x.reshape(len(u), -1) for x in tensors.values()], -1))
         better = fine & (value < self.best_values)
         self.best_values = torch.where(better, value, self.best_values)
         self.best_u = torch.where(better[:, None], u, self.best_u)
@@ -442,9 +393,9 @@ class Tuner:
                 f"evaluations of {self.starts} starts; start elsewhere, or look at "
                 "objective(regularizer)"
             )
-        parameters = self.space.parameters_at(self.best_u[best])
+        tensors = self.space.tensors(self.best_u[best])
         return Tuned(
-            parameters=dict(zip(self.space.names, parameters.tolist(), strict=True)),
+            parameters={name: x.tolist() for name, x in tensors.items()},
             value=float(self.best_values[best]),
             regrets={name: float(regret[best]) for name, regret in self.best_regrets.items()},
             start=best,
@@ -452,15 +403,14 @@ class Tuner:
             failures=torch.stack(self.failures),
             values=torch.stack(self.values),
             path=torch.stack(self.path),
-            names=self.space.names,
             seconds=self.seconds,
             finished=len(self.values) > self.steps,
         )
 
     def state(self) -> State:
         """A copy of everything that changes from step to step."""
-        names = ("u", "values", "failures", "path", "best_values", "best_u", "best_regrets")
-        now = {name: getattr(self, name) for name in (*names, "gradient_norm", "seconds")}
+        names = "u values failures path best_values best_u best_regrets gradient_norm seconds"
+        now = {name: getattr(self, name) for name in names.split()}
         return copied(now | {"optimizer": self.optimizer.state_dict()})
 
     def restore(self, state: State) -> None:
@@ -471,21 +421,6 @@ class Tuner:
             self.u.copy_(state.pop("u"))
         for name, value in state.items():
             setattr(self, name, value)
-
-
-class _TunedModule(nn.Module):
-    """The objective as a function of the regularizer's parameters."""
-
-    def __init__(self, objective: Objective, regularizer: Regularizer) -> None:
-        super().__init__()
-        self.objective, self.regularizer = objective, regularizer
-
-    def forward(self) -> Evaluation:
-        found = self.objective(self.regularizer)
-        if not isinstance(found, Evaluation):
-            returned = f"returns {type(found).__name__}, not occ.tuning.Evaluation"
-            raise TypeError(f"objective: {returned}; try occ.tuning.ForecastObjective(worlds)")
-        return found
 
 
 # -- What to take without tuning: one learner for each kind of world -------------------------------
@@ -523,9 +458,8 @@ def recommended(mdp: LayeredMDP, world: Kind = "any") -> Learner:
     Raises:
         ValueError: if the world is not one of these.
     """
-    if world not in get_args(Kind):
-        expected = ", ".join(map(repr, get_args(Kind)))
-        raise ValueError(f"world: expected one of {expected}, got {world!r}")
+    known = get_args(Kind)
+    check_that(world in known, "world", f"one of {', '.join(map(repr, known))}", repr(world))
     if world == "stochastic":
         return later("rivals.thompson").Thompson(mdp)
     if world == "any":

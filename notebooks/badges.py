@@ -1,13 +1,13 @@
 """Badges of the README, drawn from pyproject.toml; they need no network.
 
-`python tests/helpers/badges.py` writes docs/images/badges/*.svg.
+`python notebooks/badges.py` writes docs/images/badges/*.svg.
 """
 
 import re
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "images" / "badges"
 
 _SVG = """\
