@@ -91,7 +91,6 @@ def test_seeds_are_trained_together_as_alone():
 
 
 def test_only_what_beats_least_squares_on_validation_data_is_taken():
-    """A method that is worse there than least squares gets the regret of least squares."""
     problem = Problem("4 x 4", 1, 0.5, 40, (0, 1))
     own = fallback(problem)
     cell = decisions.Cell("", "5 x 5", 1, 0.5, 40, (0, 1))
@@ -108,12 +107,11 @@ def test_only_what_beats_least_squares_on_validation_data_is_taken():
 def test_the_experiment_runs_and_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(decisions, "CHECKS", (1, 2))
     options = {"kinds": ("5 x 5",), "degrees": (1, 4), "points": (40,), "seeds": (0, 1)}
-    options |= {"root": tmp_path}
-    found = decisions.main(decisions.Args(**options, timing_grids=(3,)))
+    found = decisions.main(decisions.Args(**options, timing_grids=(3,), root=tmp_path))
     assert len(list((found / "cells").iterdir())) == 2 * (1 + len(METHODS))
     text = (found / "decisions.md").read_text()
     assert "| torch_occ " in text
     assert "| RFY" in text
     assert (found / "decisions.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(decisions, "run", lambda cell: pytest.fail("was trained again"))
-    decisions.main(decisions.Args(**options))
+    decisions.main(decisions.Args(**options, root=tmp_path))
