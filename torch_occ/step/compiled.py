@@ -66,7 +66,7 @@ class Origin(NamedTuple):
     @property
     def has_dead(self) -> bool:
         """Whether some q(s) is so small that v must be differentiated in logarithms."""
-        return self.step.in_logs and bool((self.q.sum(-1) < DEAD).any())
+        return self.step.in_logs and bool((self.q @ self.step.ones < DEAD).any())
 
     def poison(self, q: Tensor, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         """Set x and r to NaN for elements that failed."""
@@ -180,7 +180,7 @@ class CompiledStep:
         self.regularizer, self.composition = evaluator.regularizer, evaluator.composition
         self.shape = torch.Size((mdp.num_states, mdp.num_actions))
         self.tolerance = options.tolerance_in(torch.float64)
-        self.zeros = np.zeros(mdp.num_states)
+        self.zeros, self.ones = np.zeros(mdp.num_states), np.ones(mdp.num_actions)
         # The shape of weights and exponents: one per pair if a parameter has one per layer, ...
         self.pairs = self.shape if self.regularizer.places() else arrays.ONE
         # The parameters in their slots, where `torch.func.functional_call` exchanges them.
