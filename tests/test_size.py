@@ -157,8 +157,8 @@ def pages():
 
 #: What is counted: how, the limit now, and the limit that the project works towards.
 RULES = {
-    "lines of torch_occ": (lambda: lines_of(FILES), 26_860, 26_500),
-    "lines of code of torch_occ": (code_lines, 15_820, 15_500),
+    "lines of torch_occ": (lambda: lines_of(FILES), 27_250, 26_500),
+    "lines of code of torch_occ": (code_lines, 16_150, 15_500),
     "files of torch_occ": (lambda: len(FILES), 98, 100),
     "folders of torch_occ": (lambda: len({path.parent for path in FILES}), 12, 14),
     "folders that a module stands in": (
@@ -180,7 +180,7 @@ RULES = {
     "modules with one importer": (one_importer, 17, 20),
     "class names used twice": (lambda: used_twice(ast.ClassDef), 0, 0),
     "function names used twice": (lambda: used_twice(FUNCTIONS), 9, 10),
-    "lines of tests": (lambda: lines_of(python("tests")), 16_930, 17_000),
+    "lines of tests": (lambda: lines_of(python("tests")), 17_000, 17_000),
     "lines of experiments": (lambda: lines_of(python("experiments")), 8_000, 8_000),
     "files of experiments": (lambda: len(python("experiments")), 27, 30),
     "words of docs": (

@@ -1,5 +1,7 @@
 """The Fenchel-Young loss: its value, all its derivatives, its targets and its errors."""
 
+import weakref
+
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -160,3 +162,26 @@ def test_empirical_visits_need_not_be_a_flow():
     visits[2, 0] = 1.0
     with pytest.raises(ValueError, match=r"target: layer 1 has the mass 2, expected 1; divide"):
         occ.fenchel_young_loss(step, loss, visits, empirical=True)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_target_is_checked_again_after_a_change(shared):
+    """Also if its memory is that of an array, whose changes torch does not count."""
+    mdp = occ.LayeredMDP.random(horizon=2, width=2, num_actions=2, seed=0)
+    step, loss = occ.FTRLStep(mdp, occ.ConditionalEntropy()), random_loss(mdp).requires_grad_()
+    target = step(random_loss(mdp, seed=1)).detach()
+    target = torch.from_numpy(target.numpy().copy()) if shared else target.clone()
+    for other in (target, step(random_loss(mdp, seed=2)).detach()):
+        if shared:
+            target.numpy()[:] = other.numpy()
+        else:
+            target.copy_(other)
+        expected = occ.fenchel_young_loss(step, loss, other.clone())
+        for _ in range(2):
+            torch.testing.assert_close(occ.fenchel_young_loss(step, loss, target), expected)
+    target[0, 0] += 0.5
+    with pytest.raises(ValueError, match=r"target: layer 0, state 0 has the mass 1\.5"):
+        occ.fenchel_young_loss(step, loss, target)
+    gone = weakref.ref(target)
+    del target, other
+    assert gone() is None  # nothing else keeps it

@@ -230,3 +230,13 @@ def test_no_tensor_is_larger_than_the_pairs_and_the_entries():
         )
     pairs, nonzero = mdp.num_states * mdp.num_actions, sum(len(p) for p in mdp.probabilities[1:])
     assert largest.found <= pairs + nonzero < 400 * 3 * 400 / 10
+
+
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+def test_steps_become_finer_where_the_first_error_is_far_above_the_change(backend):
+    """A tree of 4,095 states: 0.01 times the first error squared would be 1% in every step."""
+    layers = [torch.eye(2**k, dtype=F64).to_sparse() for k in range(1, 12)]
+    mdp = occ.LayeredMDP([*layers, torch.ones(2**12, 1, dtype=F64).to_sparse()])
+    loss = torch.rand(4095, 2, dtype=F64, generator=torch.Generator().manual_seed(0))
+    step = occ.FTRLStep(mdp, occ.LogBarrier() / occ.Constant(1e5), backend=backend)
+    assert int(step.solve(loss, 1.0).steps) < 20

@@ -239,13 +239,13 @@ def test_functional_call_inside_a_compiled_function():
     """The graph uses the parameters that it is given, not those of the module."""
     net = Net(occ.FTRLStep(small(), occ.jin_luo(small(), beta=1.0)))
     name = next(n for n, _ in net.named_parameters() if n.endswith("beta"))
-    cost = random_loss(small(), seed=3)
+    cost, x = random_loss(small(), seed=3), features()
 
     def value(beta):
-        return (torch.func.functional_call(net, {name: beta}, (features(),)) * cost).sum()
+        return (torch.func.functional_call(net, {name: beta}, (x,)) * cost).sum()
 
     beta = tensor(4.0).requires_grad_()
-    compiled = torch.compile(value, backend="aot_eager")
+    compiled = torch.compile(value, backend="aot_eager", fullgraph=True)
     found, expected = (torch.autograd.grad(f(beta), beta)[0] for f in (compiled, value))
     torch.testing.assert_close(found, expected)
     assert value(beta).item() == pytest.approx(compiled(beta).item())
@@ -259,3 +259,23 @@ def test_errors_keep_their_message():
     wrong[0, 1] = torch.nan
     with pytest.raises(ValueError, match="layer 0, state 0, action 1 is nan"):
         compiled(wrong)
+
+
+def test_a_step_that_has_moved_is_compiled_again():
+    step = occ.FTRLStep(small(), occ.ConditionalEntropy())
+    compiled = torch.compile(lambda x: step(x), backend="aot_eager", fullgraph=True)
+    loss = random_loss(small())
+    assert compiled(loss).dtype == torch.float64
+    step.float()
+    torch.testing.assert_close(compiled(loss), step(loss))
+    assert compiled(loss).dtype == torch.float32
+
+
+def test_second_derivatives_are_refused_without_aot():
+    """Other backends of torch.compile would differentiate the operators again."""
+    step = occ.FTRLStep(small(), occ.ConditionalEntropy())
+    cost, loss = random_loss(small(), seed=3), random_loss(small()).requires_grad_()
+    compiled = torch.compile(lambda x: (step(x) * cost).sum(), backend="eager", fullgraph=True)
+    (slope,) = torch.autograd.grad(compiled(loss), loss, create_graph=True)
+    with pytest.raises(NotImplementedError, match="has first derivatives only"):
+        torch.autograd.grad((slope * cost).sum(), loss)

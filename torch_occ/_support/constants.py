@@ -22,7 +22,8 @@ def log_spaced(episodes: int, per_decade: int = 20) -> list[int]:
 CONVERGED, MAX_STEPS, STALLED, UNDERFLOW, NOT_FINITE, NOT_CONVEX, INFEASIBLE = range(7)
 
 #: An inexact Newton step by conjugate gradients stops at an error of this factor times the square
-#: of min(1, initial error). Errors are relative to q(s).
+#: of min(1, initial error). Errors are relative to q(s). The initial error may be many times the
+#: change of q(s), in large games for example. If a step is not known to a tenth, its change counts.
 FORCING = 0.01
 
 #: The largest number of iterations of conjugate gradients. By the bound on the eigenvalues in
@@ -56,6 +57,9 @@ SQUARE = 256
 #: A sum of curvatures that is negative counts as zero if its absolute value is at most this factor
 #: times the sum of the absolute values.
 NOISE = 1e-8
+
+#: Stands for the curvature of an action without alternatives if that is 0, as at ends of games.
+FLAT = 1e-100
 
 #: The increment and the two multipliers of SplitMix64, the hash behind the random numbers of
 #: learners that sample, and of leaping.

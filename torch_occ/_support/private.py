@@ -72,6 +72,16 @@ def inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def constant_in_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A function that torch.compile calls while it records a graph, and whose result it keeps.
+
+    The public torch.compiler.assume_constant_result imports torch's compiler at once.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_in_graphs
 def refuse_compiled_derivatives() -> None:
     """Refuse torch.func.grad, vjp and jvp inside torch.compile, whose message shows its inside."""
     kinds = torch._C._functorch.TransformType
@@ -81,10 +91,6 @@ def refuse_compiled_derivatives() -> None:
             "torch.compile: torch.func.grad, vjp and jvp of a step are not compiled; call them "
             "without torch.compile, or compile the step alone and use torch.autograd.grad"
         )
-
-
-#: What torch.compiler.assume_constant_result does, which imports torch's compiler at once.
-refuse_compiled_derivatives._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def carries_derivative(x: Tensor) -> bool:

@@ -5,7 +5,7 @@ The formulas are in the docstrings of the learners' own classes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from torch_occ.engine import layout as at
 from torch_occ.engine.entropic import follow_or_restart
 from torch_occ.engine.lanes import Shared, anywhere, lane, sqrt, where
 from torch_occ.engine.layout import Bools, Floats, Model, Solver, Work, ahead, finite, routine
+from torch_occ.engine.newton import EXCESS, spend
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 
 # -- a fixed policy --------------------------------------------------------------------------------
@@ -150,12 +151,16 @@ class CompiledFTRL(NamedTuple):
     estimator: int
     # (n + 1,): the bias of implicit exploration, or the threshold of the reduced-variance estimator
     bias: Shared
+    multipliers: Annotated[Floats, 0]  # (m,), of the budgets
+    budget_excess: Annotated[Floats, 0]  # (1,); empty without budgets
 
 
 @propose.register(CompiledFTRL)
 def _propose_ftrl(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     weigh(learner.solver, learner.weights, t, work)
+    take_multipliers(learner.solver.budgets, learner)
     take_step(game.model, game, t, learner.cumulative_loss, learner, tally, work)
+    note_spending(learner.solver.budgets, learner, work)
 
 
 @observe.register(CompiledFTRL)
@@ -178,6 +183,24 @@ def _observe_ftrl(game: Game, t: int, tally: Tally, learner: Any, work: Work) ->
                     total[i] += loss / (q[i] + bias)
                 else:
                     total[i] += (loss - (0.5 if q[i] >= bias else 0.0)) / q[i]
+
+
+@routine(inline=True)
+def take_multipliers(budgets: Any, learner: CompiledFTRL) -> None:
+    """Start from the multipliers of the last episode."""
+    if budgets is not None:
+        for j in range(len(learner.multipliers)):
+            budgets.y[j] = learner.multipliers[j]
+
+
+@routine(inline=True)
+def note_spending(budgets: Any, learner: CompiledFTRL, work: Work) -> None:
+    """Keep the multipliers, and the largest excess over a limit so far."""
+    if budgets is not None:
+        spend(budgets, work)
+        for j in range(len(learner.multipliers)):
+            learner.multipliers[j], excess = budgets.y[j], budgets.rows[EXCESS, j]
+            learner.budget_excess[0] = max(learner.budget_excess[0], excess)
 
 
 @routine(inline=True)
@@ -262,6 +285,8 @@ class CompiledShifted(NamedTuple):
     budget: float
     rule: int
     threshold: float
+    in_game: bool
+    reach: PerPair  # in a game, the sum of 1{s} / q(s)
     mean: PerPair
     loss: PerPair  # of the step
     last: PerPair  # e_{t-1}
@@ -294,15 +319,31 @@ def _observe_shifted(game: Game, t: int, tally: Tally, learner: Any, work: Work)
     if hinted:
         for i in range(len(learner.q)):
             learner.mean[i] = where(learner.q[i] >= least, learner.mean[i], 0.0)
-            learner.cumulative_loss[i] += learner.mean[i]
+            if not learner.in_game:
+                learner.cumulative_loss[i] += learner.mean[i]
     for n in range(len(game.pairs)):
         own = lane(learner, n)
         for k in range(game.pairs.shape[1]):
-            i, loss = game.pairs[n, k], game.losses[n, k]
+            i, loss, state = game.pairs[n, k], game.losses[n, k], game.states[n, k]
+            if learner.in_game:
+                if state < 0:  # the player did not get there
+                    continue
+                reach_state(state, game.model.num_actions, hinted, own)
             hint = own.mean[i] if hinted else 0.0
             own.cumulative_loss[i] += (loss - hint) / own.q[i]
             own.losses[i] += loss
             own.visits[i] += 1.0
+
+
+@routine
+def reach_state(state: int, num_actions: int, hinted: bool, learner: CompiledShifted) -> None:
+    """Note a visit of a state in a game, where hints count 1{s visited} / q(s) times."""
+    first, total = state * num_actions, 0.0
+    for i in range(first, first + num_actions):
+        total += learner.q[i]
+    for i in range(first, first + num_actions):
+        learner.reach[i] += 1.0 / total
+        learner.cumulative_loss[i] += learner.mean[i] / total if hinted else 0.0
 
 
 @routine
@@ -324,13 +365,15 @@ def write_shift(model: Model, episode: float, learner: CompiledShifted) -> Any:
     for k in range(len(learner.stability)):
         most = learner.cap * (1.0 + learner.stability[k])
         for i in range(start[k] * num_actions, start[k + 1] * num_actions):
-            learner.last[i] = learner.shift[i]
+            learner.last[i], mean = learner.shift[i], learner.mean[i]
             if model.exists[at.PAIR, i]:
                 mean = learner.losses[i] / (1.0 + learner.visits[i])
-                apart = times * mean - learner.cumulative_loss[i]
                 learner.mean[i] = mean
+                if learner.in_game:
+                    mean *= learner.reach[i] / max(episode - 1.0, 1.0)
+                apart = times * mean - learner.cumulative_loss[i]
                 learner.shift[i] = max(min(apart, most), -most) * share
-            hint = learner.mean[i] if hinted else 0.0
+            hint = mean if hinted else 0.0
             learner.loss[i] = learner.cumulative_loss[i] + learner.shift[i] + hint
     return room
 

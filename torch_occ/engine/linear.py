@@ -401,7 +401,7 @@ def solve_sparse(model: Model, source: Any, work: Work) -> None:
             states[SCALE, s] = where(curved, 1.0 / (states[ROOT, s] * states[0, s]), 0.0)
     else:
         take_own_size(num_actions, work)
-    error = take_residual(work)
+    error, _ = take_residual(work)
     goal = max(FORCING * min(error, 1.0) * min(error, 1.0), GOAL) if inexact else GOAL
     going = work.notes[at.USED] > 0.0
     for _ in range(RESTARTS):
@@ -410,7 +410,10 @@ def solve_sparse(model: Model, source: Any, work: Work) -> None:
             states[Z, s] = states[ROOT, s] * states[Y, s] - states[MEAN, s]
         sweep_work(model, True, work)
         # The true residual, free of the rounding errors of the recurrence.
-        before, error = error, take_residual(work)
+        before, (error, change) = error, take_residual(work)
+        if inexact:
+            finer = min(goal, max(FORCING * change * change, GOAL))
+            goal = where(10.0 * error > change, finer, goal)
         going = going & (error > 2.0 * goal) & (error < 0.1 * before)
         if not anywhere(going):
             break
@@ -476,14 +479,15 @@ def follow_guess(model: Model, work: Work) -> None:
 
 
 @routine
-def take_residual(work: Work) -> Any:
-    """Compute the residual K^(1/2) du - y, and return the largest error."""
-    states, error = work.states, 0.0
+def take_residual(work: Work) -> tuple[Any, Any]:
+    """Compute the residual K^(1/2) du - y; return the largest error and the largest |du| / q(s)."""
+    states, error, change = work.states, 0.0, 0.0
     for s in range(states.shape[1]):
         residual = states[ROOT, s] * states[at.U, s] - states[Y, s]
         states[RESIDUAL, s] = residual
         error = max(error, abs(residual * states[SCALE, s]))
-    return error
+        change = max(change, abs(states[at.U, s] / states[0, s]))
+    return error, change
 
 
 @routine

@@ -286,16 +286,11 @@ def pair_drawn() -> Any:
         return int(lane(learner.choice, n)[s])
 
     @routine(inline=True)
-    def by_policy(model: Model, tally: Tally, learner: Any, n: int, s: int, uniform: float) -> int:
-        first = s * model.num_actions
-        return first + index_drawn(lane(learner.policy, n), first, model.num_actions, uniform)
-
-    @routine(inline=True)
     def by_q(model: Model, tally: Tally, learner: Any, n: int, s: int, uniform: float) -> int:
         first = s * model.num_actions
         return first + index_drawn(lane(tally.q, n), first, model.num_actions, uniform)
 
-    return by_choice, by_policy, by_q
+    return by_choice, by_q, by_q
 
 
 @routine(inline=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch_occ._support.constants import FLAT
 from torch_occ.engine import layout as at
 from torch_occ.engine.lanes import anywhere, log, power, sqrt, where
 from torch_occ.engine.layout import Floats, Model, Terms, Work, inlined, routine, span, unsigned
@@ -165,6 +166,9 @@ def derive(model: Model, terms: Terms, weights: Floats, moved: Any, work: Work) 
             if complement and exists[at.COMPLEMENT, i]:
                 gradient -= pairs[at.COMPLEMENT + at.SLOPE, i]
                 d += pairs[at.COMPLEMENT + at.BEND, i]
+            if not exists[at.REST, i]:
+                flat = where(d == 0.0, FLAT, 0.0)
+                d, pairs[at.PAIR + at.BEND, i] = d + flat, pairs[at.PAIR + at.BEND, i] + flat
             pairs[at.GRADIENT, i] = gradient if exists[at.PAIR, i] else 0.0
             pairs[at.D, i] = d if exists[at.PAIR, i] else 0.0
 

@@ -59,10 +59,10 @@ def shape_loss(model: Model, loss: Floats, work: Work) -> Any:
 
 
 @routine(inline=True)
-def least_unit(terms: Terms, weights: Floats) -> Any:
+def least_unit(model: Model, terms: Terms, weights: Floats) -> Any:
     """A lower bound of q times the curvature of psi: x f''(x) decreases in x, and q <= 1."""
     if varies(terms, weights):
-        return least_of_each(terms, weights)
+        return least_of_each(model, terms, weights)
     unit = 0.0
     for term in range(len(terms.argument)):
         if terms.argument[term] == at.PAIR:
@@ -71,8 +71,8 @@ def least_unit(terms: Terms, weights: Floats) -> Any:
 
 
 @routine
-def least_of_each(terms: Terms, weights: Floats) -> Any:
-    """`least_unit` with one weight or exponent per pair."""
+def least_of_each(model: Model, terms: Terms, weights: Floats) -> Any:
+    """`least_unit` with one weight or exponent per pair, over states with a choice."""
     count, least = len(terms.argument), np.inf
     for i in range(max(len(weights), len(terms.exponent)) // count):
         unit = 0.0
@@ -80,7 +80,7 @@ def least_of_each(terms: Terms, weights: Floats) -> Any:
             if terms.argument[term] == at.PAIR:
                 p = number_of(terms, terms.exponent, term, i)
                 unit += bend_at_one(terms.function[term], p) * number_of(terms, weights, term, i)
-        least = min(least, unit)
+        least = min(least, unit) if model.exists[at.REST, i] else least
     return least
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -15,136 +16,121 @@ from torch_occ._support.private import (
     outside_graphs,
     refuse_batched_derivatives,
     values_are_hidden,
+    versions_of,
     with_autograd,
 )
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP, remembered
-from torch_occ.mdp.layers import DenseLayer, Layer, Pattern, SparseLayer
+from torch_occ.mdp.layers import DenseLayer
 from torch_occ.mdp.occupancy import flow_adjoint, flow_of, flow_residual, flow_source
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.terms import keep
-from torch_occ.step.entropic import entropy_of
+from torch_occ.step.entropic import Entropy, entropy_of
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.step.graph import step_of
-from torch_occ.step.solution import Budgets, Solution, check_like, element_of, place_of
+from torch_occ.step.graph import as_operator, facts_of, step_of
+from torch_occ.step.solution import (
+    Budgets,
+    Solution,
+    check_like,
+    element_of,
+    event_dims_of,
+    place_of,
+)
+
+# -- What is checked once: targets and demonstrations, until they are changed ----------------------
+
+
+@remembered
+def memory_of(mdp: LayeredMDP, kind: Any) -> dict[Any, Any]:
+    """Return what is known about tensors that a user gave with this MDP."""
+    return {}
+
+
+def known_about(mdp: LayeredMDP, kind: Any, find: Callable[[], Any], *tensors: Any) -> Any:
+    """Return what was found out about tensors, until one of them is changed or gone."""
+    known, key = memory_of(mdp, kind), tuple(map(id, tensors))
+    versions = versions_of(tensors) if all(isinstance(x, Tensor) for x in tensors) else []
+    if versions and (entry := known.get(key)) and entry[0] == versions:
+        return entry[1]
+    found = find()
+    # The arrays of NumPy change without a new version; their storage cannot be resized.
+    if versions and all(x.untyped_storage().resizable() for x in tensors):
+        known[key] = versions, found, [ref(x, lambda _: known.pop(key, None)) for x in tensors]
+    return found
+
 
 # -- Targets: occupancy measures that a plan should equal, checked before they are used ------------
 
 
-def tolerance_in(dtype: torch.dtype) -> float:
-    """Return the largest error of a target: 1e-6, as of a linear-programming solver, or more."""
-    return max(1e-6, torch.finfo(dtype).eps ** 0.5)
-
-
-class Moves(NamedTuple):
-    """All transitions of an MDP as one sparse layer: one product serves all layers."""
-
-    layer: SparseLayer  # from S * A pairs to S states
-    # If every move and the first state are certain, the next state of every pair: `num_states` in
-    # the last layer, -1 if the pair does not exist.
-    next: Tensor | None
-
-
 @remembered
-def moves_of(mdp: LayeredMDP) -> Moves:
-    """Return the moves of a single MDP."""
-    pairs, following, found = [], [], []
-    for layer, here in zip(mdp.layers[:-1], mdp.layer_slices, strict=False):
-        if isinstance(layer, DenseLayer):
-            rows = layer.probabilities.detach().flatten(0, 1).to_sparse()
-            layer = SparseLayer.from_tensor(rows, mdp.num_actions)
-        pairs.append(layer.pattern.pair + here.start * mdp.num_actions)
-        following.append(layer.pattern.next + here.stop)
-        found.append(layer.probabilities.detach())
-    if not found:
-        empty = torch.zeros(0, dtype=torch.int32, device=mdp.device)
-        pairs, following, found = [empty], [empty], [empty.to(mdp.dtype)]
-    pair, next_state = torch.cat(pairs), torch.cat(following)
-    order = (pair.long() * mdp.num_states + next_state).argsort()
-    sizes = (mdp.num_states, mdp.num_actions, mdp.num_states)
-    whole = SparseLayer(Pattern(pair[order], next_state[order], sizes), torch.cat(found)[order])
-    sure = None
-    if len(mdp.initial) == 1 and bool((whole.probabilities == 1).all()):
-        sure = torch.where(mdp.actions.flatten(), mdp.num_states, -1)
-        sure[whole.pattern.pair] = whole.pattern.next.long()
-    return Moves(whole, sure)
+def probe_of(mdp: LayeredMDP, empirical: bool) -> tuple[Tensor, float]:
+    """Return E'y `(S * A,)` and ⟨y, b⟩ of the constraints E target = b, with random numbers y.
 
-
-class Probe(NamedTuple):
-    """Random numbers y over the constraints of a target, E target = b, as one product.
-
-    A target that meets them has ⟨weights, target⟩ = goal, and any other one has not.
+    They are the flow constraints of a single MDP, or unit mass per layer. A target that does not
+    meet them has another scalar product with E'y; on masked pairs, this is any number but zero.
     """
-
-    weights: Tensor  # (S * A,), E'y; on pairs that do not exist any number but zero
-    goal: float  # ⟨y, b⟩
-
-
-@remembered
-def probe_of(mdp: LayeredMDP, empirical: bool) -> Probe:
-    """Return the probe of the flow constraints of a single MDP, or of unit mass per layer."""
     draw = torch.Generator().manual_seed(0)
     size = mdp.horizon if empirical else mdp.num_states
     y = torch.randn(size, generator=draw, dtype=torch.float64).to(mdp.initial)
     weights = y[mdp.layer].unsqueeze(-1) if empirical else flow_adjoint(mdp, y).detach()
     weights = torch.where(mdp.actions, weights, 1 + y.abs().max()).flatten()
     goal = y.sum() if empirical else (y * flow_source(mdp).detach()).sum()
-    return Probe(weights, float(goal))
+    return weights, float(goal)
 
 
 def check_target(
     mdp: LayeredMDP, target: Tensor, budgets: Budgets | None = None, empirical: bool = False
-) -> Tensor:
-    """Check that a target is an occupancy measure of the MDP, up to `tolerance_in` its dtype.
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Check that a target is an occupancy measure that meets the budgets, up to a solver's errors.
 
-    It must meet the budgets, too. An empirical one need not be a flow, but has mass one per layer.
-
-    Returns:
-        The target in the number type of the MDP, with tiny negative numbers set to zero.
-
-    Raises:
-        TypeError: if it is not a tensor.
-        ValueError: if its shape is wrong, it is outside Omega, or it exceeds a budget; the message
-            names the place.
-        NotImplementedError: if the budgets require gradients.
+    An empirical one need not be a flow, but has mass one per layer. Return it in the number type of
+    the MDP, with tiny negative numbers set to zero; and its entropies, if it has none of these and
+    values can be seen.
     """
-    tolerance = tolerance_in(mdp.dtype)
+    given, eps = target, torch.finfo(mdp.dtype).eps
     if isinstance(target, Tensor) and target.is_floating_point():
-        tolerance = max(tolerance, tolerance_in(target.dtype))
-        target = target.to(mdp.dtype)
-    check_like("target", target, mdp)
-    least = -1.0
-    if not values_are_hidden():
-        least = float(target.detach().amin()) if target.numel() else 0.0
-        if not (least >= -tolerance and _meets_probe(mdp, target.detach(), empirical)):
-            _check_polytope(mdp, target.detach(), tolerance, empirical)
-        if budgets is not None:
-            _check_budgets(mdp, target.detach(), budgets, tolerance)
-    return target if least >= 0 else target.clamp(min=0.0)
+        given, eps = target.to(mdp.dtype), max(eps, torch.finfo(target.dtype).eps)
+    tolerance = max(1e-6, eps**0.5)  # as of a linear-programming solver
+    check_like("target", given, mdp)
+
+    def look() -> tuple[Tensor, Tensor] | None:
+        plain = given.detach()
+        least = float(plain.amin()) if plain.numel() else 0.0
+        if not (least >= -tolerance and _meets_probe(mdp, plain, empirical)):
+            _check_polytope(mdp, plain, tolerance, empirical)
+        return entropies_of(plain) if least >= 0 else None
+
+    if values_are_hidden():
+        return given.clamp(min=0.0), None
+    entropies = known_about(mdp, empirical, look, target)
+    if budgets is not None:
+        _check_budgets(mdp, given.detach(), budgets, tolerance)
+    return given.clamp(min=0.0) if entropies is None else given, entropies
+
+
+def entropies_of(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sum_a q log pi and u log u, `(*batch, S)` each."""
+    ones = q.new_ones(q.shape[-1])  # a product with them is faster than a sum
+    outer = -torch.special.entr(q @ ones)
+    return -torch.special.entr(q) @ ones - outer, outer
 
 
 def _meets_probe(mdp: LayeredMDP, target: Tensor, empirical: bool) -> bool:
     """Return whether a target meets its constraints up to rounding; False if it is not clear."""
     if mdp.batch_shape:
         return False
-    probe = probe_of(mdp, empirical)
-    off = target.flatten(-2) @ probe.weights - probe.goal
+    weights, goal = probe_of(mdp, empirical)
+    off = target.flatten(-2) @ weights - goal
     return not off.numel() or float(off.abs().amax()) <= 1024 * torch.finfo(off.dtype).eps
 
 
 def _check_polytope(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical: bool) -> None:
-    wrong = (~target.isfinite() | (target < -tolerance)).nonzero()
-    if len(wrong):
-        raise ValueError(
-            f"target: {place_of(mdp, wrong[0])} is {float(target[tuple(wrong[0])])}; "
-            "expected an occupancy of at least 0"
-        )
-    wrong = ((target > tolerance) & ~mdp.actions).nonzero()
-    if len(wrong):
-        raise ValueError(
-            f"target: {place_of(mdp, wrong[0])} is {float(target[tuple(wrong[0])])}, but this "
-            "action does not exist"
-        )
+    outside = ~target.isfinite() | (target < -tolerance), "; expected an occupancy of at least 0"
+    missing = (target > tolerance) & ~mdp.actions, ", but this action does not exist"
+    for where, why in (outside, missing):
+        if len(wrong := where.nonzero()):
+            found = f"{place_of(mdp, wrong[0])} is {float(target[tuple(wrong[0])])}"
+            raise ValueError(f"target: {found}{why}")
     if empirical:
         layers = torch.stack([part.sum((-2, -1)) for part in mdp.split(target, -2)], -1)
         wrong = ((layers - 1).abs() > tolerance).nonzero()
@@ -329,17 +315,20 @@ def fenchel_young_loss(
         SolveError, TypeError, ValueError: as the step.
     """
     if torch.compiler.is_compiling():
-        return _in_graph(step, loss, target, t, warm_start, mdp, empirical)
+        facts = facts_of(step.name_in_graphs)
+        fixed = (target, t, *(() if facts.plain else step.parameters()))
+        moving = facts.movable or any(isinstance(x, Tensor) and x.requires_grad for x in fixed)
+        if moving or mdp is not None:
+            named: Any = {"warm_start": warm_start, "mdp": mdp, "empirical": empirical}
+            return _between_graphs(step, loss, target, t, **named)
+        now = torch.as_tensor(step.episode(t), dtype=facts.dtype, device=facts.device)
+        return fenchel_young(step.name_in_graphs, loss, target, now, warm_start, empirical)[0]
     model = step.mdp if mdp is None else mdp
-    target, t = check_target(model, target, step.constraints, empirical), step.episode(t)
+    target, entropies = check_target(model, target, step.constraints, empirical)
+    t = step.episode(t)
     now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
 
-    def solve(
-        loss: Tensor,
-        t: Tensor,
-        parameters: Sequence[Tensor] | None = None,
-        moved: LayeredMDP | None = None,
-    ) -> Solution:
+    def solve(loss: Tensor, t: Tensor, parameters: Any = None, moved: Any = None) -> Solution:
         if parameters is None:
             return step.solve(loss, t, warm_start=warm_start, mdp=mdp)
         given = (warm_start, moved or mdp, True, step.constraints)
@@ -350,103 +339,56 @@ def fenchel_young_loss(
         paid = (target * loss).sum((-2, -1)) + _psi_if_finite(step, target, now, model)
         return paid - optimal_value(step, solve, loss, now, model)
 
-    if _only_the_loss_moves(step, now, model, target):
-        with torch.no_grad():
-            solution = solve(loss, now)
-            value = _gap(step, solution, loss, target, now, model.initial)
-            slope = target - solution.q
-        if bool(value.isfinite().all()):  # otherwise losses on masked pairs are not
-            return Envelope.apply(None, value_of, value, slope, loss)
-    return value_of(loss)
+    if entropies is None or not _only_the_loss_moves(step, now, model, target):
+        return value_of(loss)
+    with torch.no_grad():
+        weight, price = _weights(step, now)
+        solution = solve(loss, now)
+        paid = torch.linalg.vecdot(target.flatten(-2), loss.to(model.dtype).flatten(-2))
+        # By duality, ⟨q, loss⟩ + psi(q) = ⟨initial, v⟩ - kappa sum q.
+        value = (
+            paid
+            + (weight * entropies[0]).sum(-1)
+            - solution.value[..., : len(model.initial)] @ model.initial
+        )
+        if not step.closed:
+            value = value + (price * (entropies[1] + solution.q.sum(-1))).sum(-1)
+        slope = target - solution.q
+    return _known(value_of, value, slope, loss)
+
+
+def _known(again: Callable[..., Tensor], value: Tensor, slope: Tensor, loss: Tensor) -> Tensor:
+    """Return a known value with its slope, unless losses on masked pairs are not finite."""
+    finite = bool(value.isfinite().all())
+    return Envelope.apply(None, again, value, slope, loss) if finite else again(loss)
 
 
 def _only_the_loss_moves(step: FTRLStep, t: Tensor, mdp: LayeredMDP, *others: Tensor) -> bool:
     """Return whether psi is an entropy, and autograd differentiates in nothing but the loss."""
-    if not step.in_logs or step.constraints is not None:
+    hidden = values_are_hidden() or in_forward_mode()
+    if hidden or not step.in_logs or step.constraints is not None or mdp.batch_shape:
         return False
-    if values_are_hidden() or in_forward_mode():
-        return False
-    fixed = (t, *others, *step.parameters(), *mdp.probabilities)
+    own = step.parameters() if step.evaluator.names else ()
+    fixed = (t, *others, *own, *mdp.probabilities)
     return not any(x.requires_grad for x in fixed)
 
 
-def _gap(
-    step: FTRLStep, solution: Solution, loss: Tensor, target: Tensor, t: Tensor, initial: Tensor
-) -> Tensor:
-    """Return the Fenchel-Young loss of an entropy, `(*batch,)`.
-
-    By duality, ⟨q, loss⟩ + psi(q) = ⟨initial, v⟩ - kappa sum q.
-    """
-    composition = step.evaluator.composition
-    weight, price = entropy_of(composition, composition.values(t))
-    tiny = torch.finfo(target.dtype).tiny
-    mass = target @ target.new_ones(target.shape[-1])  # faster than a sum
-    logs = (target / mass.clamp(min=tiny).unsqueeze(-1)).clamp(min=tiny).log()
-    paid = torch.linalg.vecdot(target.flatten(-2), (loss + weight.unsqueeze(-1) * logs).flatten(-2))
-    gap = paid - solution.value[..., : len(initial)] @ initial
-    if step.closed:
-        return gap
-    return gap + (price * (mass * mass.clamp(min=tiny).log() + solution.q.sum(-1))).sum(-1)
+def _weights(step: FTRLStep, t: Tensor) -> Entropy:
+    """Return w and kappa of an entropy."""
+    return entropy_of(step.evaluator.composition, step.evaluator.composition.values(t))
 
 
 #: torch.compile divides the graph here, where more than the loss is differentiated.
 _between_graphs = outside_graphs(fenchel_young_loss)
 
 
-def _in_graph(
-    step: FTRLStep,
-    loss: Tensor,
-    target: Tensor,
-    t: Tensor | float | None,
-    warm_start: Tensor | None,
-    mdp: LayeredMDP | None,
-    empirical: bool,
-) -> Tensor:
-    """Return the loss inside a graph that is being recorded."""
-    others = (target, t, *step.parameters(), *step.mdp.probabilities)
-    if mdp is not None or any(isinstance(x, Tensor) and x.requires_grad for x in others):
-        return _between_graphs(
-            step, loss, target, t, warm_start=warm_start, mdp=mdp, empirical=empirical
-        )
-    now = torch.as_tensor(step.episode(t), dtype=step.mdp.dtype, device=step.mdp.device)
-    return fenchel_young(step.name_in_graphs, loss, target, now, warm_start, empirical)[0]
-
-
-@torch.library.custom_op(
-    "torch_occ::fenchel_young",
-    mutates_args=(),
-    schema="(str name, Tensor loss, Tensor target, Tensor t, Tensor? start, bool empirical)"
-    " -> (Tensor, Tensor)",
-)
-def fenchel_young(
-    name: str, loss: Tensor, target: Tensor, t: Tensor, start: Tensor | None, empirical: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the Fenchel-Young loss, and its slope in the loss."""
-    step = step_of(name)
-    with with_autograd(), torch.enable_grad():
-        batch = _batch_of(step, loss, target, t, start)
-        given = loss.detach().expand(*batch, *loss.shape[-2:]).requires_grad_()
-        value = fenchel_young_loss(step, given, target, t, warm_start=start, empirical=empirical)
-        # The loss of one element does not change the value of another.
-        (slope,) = torch.autograd.grad(value.sum(), given)
-    return value.detach(), slope.contiguous()
-
-
-def _batch_of(
-    step: FTRLStep, loss: Tensor, target: Tensor, t: Tensor, start: Tensor | None
-) -> torch.Size:
+def _empty_losses(name: str, loss: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    step, (target, t, start, _) = step_of(name), given
     shapes = [x.shape[:-2] for x in (loss, target, start) if x is not None]
     shapes += step.evaluator.batch_shapes(step.evaluator.parameters(t)).values()
-    return torch.broadcast_shapes(*shapes, t.shape, step.mdp.batch_shape)
-
-
-@fenchel_young.register_fake
-def _(
-    name: str, loss: Tensor, target: Tensor, t: Tensor, start: Tensor | None, empirical: bool
-) -> tuple[Tensor, Tensor]:
-    batch = _batch_of(step_of(name), loss, target, t, start)
-    value = loss.new_empty(batch, dtype=step_of(name).mdp.dtype)
-    return value, loss.new_empty(*batch, *loss.shape[-2:])
+    batch = torch.broadcast_shapes(*shapes, t.shape, step.mdp.batch_shape)
+    slope = loss.new_empty(*batch, *loss.shape[-2:])
+    return loss.new_empty(batch, dtype=step.mdp.dtype), slope
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -461,7 +403,25 @@ def _pull_back(ctx: Any, bar: Tensor, _: Any) -> tuple[Any, ...]:
     return None, loss_bar, None, None, None, None
 
 
-fenchel_young.register_autograd(_pull_back, setup_context=_save)
+@as_operator(
+    "fenchel_young(str name, Tensor loss, Tensor target, Tensor t, Tensor? start, bool empirical)"
+    " -> (Tensor, Tensor)",
+    _empty_losses,
+    _pull_back,
+    _save,
+)
+def fenchel_young(
+    name: str, loss: Tensor, target: Tensor, t: Tensor, start: Tensor | None, empirical: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the Fenchel-Young loss, and its slope in the loss."""
+    step = step_of(name)
+    with with_autograd(), torch.enable_grad():
+        slope = _empty_losses(name, loss, target, t, start, empirical)[1]
+        given = loss.detach().expand_as(slope).requires_grad_()
+        value = fenchel_young_loss(step, given, target, t, warm_start=start, empirical=empirical)
+        # The loss of one element does not change the value of another.
+        (slope,) = torch.autograd.grad(value.sum(), given)
+    return value.detach(), slope.contiguous()
 
 
 def _psi_if_finite(step: FTRLStep, target: Tensor, t: Tensor, mdp: LayeredMDP) -> Tensor:
@@ -486,16 +446,11 @@ def _psi_if_finite(step: FTRLStep, target: Tensor, t: Tensor, mdp: LayeredMDP) -
 Trajectories = Tensor | Sequence[Any]
 
 
-def check_demonstrations(
-    mdp: LayeredMDP, states: Tensor, actions: Tensor, seen: Tensor | None = None
-) -> None:
+def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> Tensor | None:
     """Check that the MDP can produce the trajectories, where they were observed.
 
-    Raises:
-        TypeError: if one argument is not a tensor of integers.
-        ValueError: if a shape is wrong, or if a state, an action or a transition is impossible; the
-            message names the trajectory and the layer. Inside transforms of torch.func, where
-            control flow cannot depend on values, only the shapes are checked.
+    Return which steps were, with numbers other than -1; None if all were. Inside transforms of
+    torch.func, where control flow cannot depend on values, only the shapes are checked.
     """
     for name, x in (("states", states), ("actions", actions)):
         if not isinstance(x, Tensor) or x.dtype not in (torch.int64, torch.int32):
@@ -511,9 +466,17 @@ def check_demonstrations(
             f"actions: expected the shape of states, {tuple(states.shape)}, "
             f"got {tuple(actions.shape)}"
         )
-    if values_are_hidden() or (seen is None and _are_paths(mdp, states, actions)):
-        return
-    whole = torch.ones_like(states, dtype=torch.bool) if seen is None else seen
+    if values_are_hidden():
+        return None
+    whole = (states != -1) | (actions != -1)
+    seen = None if bool(whole.all()) else whole
+    if seen is not None and (at := _first_wrong(seen[..., 1:] & ~seen[..., :-1])):
+        raise ValueError(f"states: {_place_of(at)} is -1, but a later step was observed")
+    inside = (actions >= 0) & (actions < mdp.num_actions)
+    exists = mdp.actions[states.clamp(0, mdp.num_states - 1), torch.where(inside, actions, 0)]
+    possible = arrivals(mdp, states, actions, seen).detach() > 0
+    if bool((possible & (inside & exists | ~whole)).all()):
+        return seen
     bounds = torch.tensor([(part.start, part.stop) for part in mdp.layer_slices])
     first, stop = bounds.to(states.device).unbind(-1)
     if at := _first_wrong(whole & ((states < first) | (states >= stop))):
@@ -522,36 +485,50 @@ def check_demonstrations(
             f"states: {_place_of(at)} is {int(states[at])}, which is not a state of this layer; "
             f"those are {here.start} to {here.stop - 1}"
         )
-    inside = (actions >= 0) & (actions < mdp.num_actions)
-    exists = mdp.actions[states.clamp(min=0), torch.where(inside, actions, 0)]
     if at := _first_wrong(whole & ~(inside & exists)):
         raise ValueError(
             f"actions: {_place_of(at)} is {int(actions[at])}, an action that does not exist in "
             f"{mdp.locate(int(states[at]))}"
         )
-    if at := _first_wrong(~(arrivals(mdp, states, actions, seen).detach() > 0)):
-        *_, k = at
-        if k == 0:
-            why = "where no episode of this MDP begins"
-        else:
-            before = (*at[:-1], k - 1)
-            why = (
-                f"which cannot follow {mdp.locate(int(states[before]))}, "
-                f"action {int(actions[before])}"
-            )
-        raise ValueError(
-            f"states: {_place_of(at)} is {int(states[at])} ({mdp.locate(int(states[at]))}), {why}"
+    at = _first_wrong(~possible)
+    why = "where no episode of this MDP begins"
+    if at[-1] > 0:
+        before = (*at[:-1], at[-1] - 1)
+        why = (
+            f"which cannot follow {mdp.locate(int(states[before]))}, action {int(actions[before])}"
         )
+    raise ValueError(
+        f"states: {_place_of(at)} is {int(states[at])} ({mdp.locate(int(states[at]))}), {why}"
+    )
 
 
-def _are_paths(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> bool:
-    """Return whether moves are certain and these trajectories right; False if it is not clear."""
-    following = None if mdp.batch_shape else moves_of(mdp).next
-    if following is None or bool((actions < 0).any() or (actions >= mdp.num_actions).any()):
-        return False
-    ends = torch.nn.functional.pad(states[..., 1:], (0, 1), value=mdp.num_states)
-    index = (states * mdp.num_actions + actions).clamp(0, len(following) - 1)
-    return bool((following[index] == ends).all() and (states[..., 0] == 0).all())
+@remembered
+def moves_of(mdp: LayeredMDP) -> Tensor:
+    """Return the first states and the moves, in the order of `probabilities`, as sorted numbers.
+
+    A move from pair (s, a) to s' is (s A + a) S + s'; the first state s is s - S.
+    """
+    found = [torch.arange(mdp.layer_sizes[0], device=mdp.device) - mdp.num_states]
+    for layer, here in zip(mdp.layers[:-1], mdp.layer_slices, strict=False):
+        n, num_actions, m = layer.sizes
+        if isinstance(layer, DenseLayer):
+            every = torch.arange(n * num_actions * m, device=mdp.device)
+            pair, following = every // m, every % m
+        else:
+            pair, following = layer.pattern.pair.long(), layer.pattern.next.long()
+        pair = pair + here.start * num_actions
+        found.append(pair * mdp.num_states + following + here.stop)
+    return torch.cat(found)
+
+
+def probability_table(mdp: LayeredMDP) -> Tensor:
+    """Return the initial distribution and all transitions as one table, `(*batch, moves)`."""
+    given = zip(mdp.probabilities[:-1], event_dims_of(mdp), strict=False)
+    parts = [p.flatten(-dims) for p, dims in given]
+    return torch.cat([p.expand(*mdp.batch_shape, -1) for p in parts], -1)
+
+
+known_table = remembered(probability_table)
 
 
 def arrivals(
@@ -561,40 +538,17 @@ def arrivals(
 
     It is differentiable in the probabilities, and one where nothing was observed.
     """
-    if seen is not None:
-        first = torch.tensor([part.start for part in mdp.layer_slices], device=states.device)
-        whole = torch.where(seen, states, first), torch.where(seen, actions, 0)
-        return torch.where(seen, arrivals(mdp, *whole), 1.0)
-    if not (mdp.batch_shape or values_are_hidden()) and not any(
-        carries_derivative(p) for p in mdp.probabilities
-    ):
-        moves = _moved(moves_of(mdp).layer, states * mdp.num_actions + actions, states[..., 1:])
-        return torch.cat([mdp.initial[states[..., :1]], moves], -1)
-    index = states - torch.tensor([part.start for part in mdp.layer_slices], device=states.device)
-    found = [_at(mdp.initial, index[..., 0])]
-    for k, layer in enumerate(mdp.layers[:-1]):
-        pair = index[..., k] * mdp.num_actions + actions[..., k]
-        found.append(_moved(layer, pair, index[..., k + 1]))
-    batch = broadcast(*(part.shape for part in found))
-    return torch.stack([part.expand(batch) for part in found], -1)
-
-
-def _moved(layer: Layer, pair: Tensor, following: Tensor) -> Tensor:
-    """Return P(s' | s, a) of pairs s * A + a and states s', `(*batch, N)` each."""
-    width = layer.sizes[-1]
-    wanted = pair[..., : following.shape[-1]] * width + following
-    if isinstance(layer, DenseLayer):
-        return _at(layer.probabilities.flatten(-3), wanted)
-    stored = layer.pattern.pair.long() * width + layer.pattern.next  # sorted
-    entry = torch.searchsorted(stored, wanted).clamp(max=max(len(stored) - 1, 0))
-    return torch.where(stored[entry] == wanted, _at(layer.probabilities, entry), 0.0)
-
-
-def _at(table: Tensor, index: Tensor) -> Tensor:
-    """Return the entries of a table `(*batch, n)` at an index `(*batch, N)`."""
-    batch = broadcast(table.shape[:-1], index.shape[:-1])
-    index = index.long().expand(*batch, index.shape[-1])
-    return table.expand(*batch, table.shape[-1]).gather(-1, index)
+    keys, pair = moves_of(mdp), states * mdp.num_actions + actions
+    moves = pair[..., :-1] * mdp.num_states + states[..., 1:]
+    wanted = torch.cat([states[..., :1] - mdp.num_states, moves], -1).long()
+    entry = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
+    moving = values_are_hidden() or any(carries_derivative(p) for p in mdp.probabilities)
+    table = probability_table(mdp) if moving else known_table(mdp)
+    batch = broadcast(table.shape[:-1], entry.shape[:-2])
+    every = entry.expand(*batch, *entry.shape[-2:])
+    found = table.expand(*batch, -1).gather(-1, every.flatten(-2)).view(every.shape)
+    found = torch.where(keys[entry] == wanted, found, 0.0)
+    return found if seen is None else torch.where(seen, found, 1.0)
 
 
 def _first_wrong(wrong: Tensor) -> tuple[int, ...]:
@@ -684,79 +638,83 @@ def negative_log_likelihood(
         SolveError: as the step.
     """
     model = step.mdp if mdp is None else mdp
-    states, actions, seen = _observed(model, states, actions)
-    check_demonstrations(model, states, actions, seen)
-    index = states * model.num_actions + actions  # (*batch, N, L)
-    index = index if seen is None else torch.where(seen, index, 0)
     t = step.episode(t)
     now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
+    given = _padded(model, states, actions)
+    find = partial(_demonstrated, model, *given)
+    found = find() if values_are_hidden() else known_about(model, "shown", find, *given)
+    seen, visits, flows = found
 
     def value_of(loss: Tensor) -> Tensor:
         solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
-        logs = _log_policy(step, solution, loss.to(model.dtype), t, model).flatten(-2)
-        batch = broadcast(logs.shape[:-1], index.shape[:-2])
-        every = index.expand(*batch, *index.shape[-2:])
-        chosen = logs.expand(*batch, -1).gather(-1, every.flatten(-2)).view(every.shape)
+        kept = keep("pair", model, loss.to(model.dtype), 0.0)
+        if step.closed and step.constraints is None:
+            # log pi = (v - loss - P v) / w
+            z = visits / _weights(step, now).weight.unsqueeze(-1)
+            balance = flow_of(model).inflow(z) - z @ z.new_ones(z.shape[-1])
+            value = (z * kept).sum((-2, -1)) + (balance * solution.value).sum(-1)
+        else:
+            logs = _log_policy(step, solution, kept, now, model)
+            value = -(visits * torch.where(visits > 0, logs, 0.0)).sum((-2, -1))
         if transitions:
-            chosen = chosen + arrivals(model, states, actions, seen).log()
-        chosen = chosen if seen is None else torch.where(seen, chosen, 0.0)
-        return -chosen.sum(-1).mean(-1)
+            moves = arrivals(model, *given, seen).log()
+            value = value - moves.sum(-1).mean(-1)
+        return value
 
-    certain = step.closed and not (transitions or model.batch_shape or step.regularizer.places())
-    certain = certain and seen is None and _only_the_loss_moves(step, now, model)
-    if not certain or moves_of(model).next is None:
+    fast = flows and step.closed and not (transitions or step.regularizer.places())
+    if not (fast and _only_the_loss_moves(step, now, model)):
         return value_of(loss)
-    # Along a path, the sum of log pi = (v(s) - loss(s, a) - v(s')) / w is (v(s_0) - losses) / w.
+    # If the visits are an occupancy measure, v counts at the start only.
     with torch.no_grad():
-        solution, composition = (
-            step.solve(loss, t, warm_start=warm_start),
-            step.evaluator.composition,
+        weight = _weights(step, now).weight
+        solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
+        paid = torch.linalg.vecdot(visits.flatten(-2), loss.to(model.dtype).flatten(-2))
+        value = (paid - solution.value[..., : len(model.initial)] @ model.initial) / weight.squeeze(
+            -1
         )
-        weight = entropy_of(composition, composition.values(now)).weight
-        flat = index.flatten(-2).long()  # (*batch, N * L)
-        share = solution.q.new_full((), 1 / index.shape[-2]).expand(flat.shape)
-        visits = solution.q.new_zeros(*flat.shape[:-1], solution.q.shape[-2:].numel())
-        visits = visits.scatter_add(-1, flat, share).unflatten(-1, solution.q.shape[-2:])
-        paid = torch.where(visits > 0, visits * loss, 0.0).flatten(-2).sum(-1)
-        value = (paid - solution.value[..., 0]) / weight.squeeze(-1)
         slope = (visits - solution.q) / weight.unsqueeze(-1)
-    return Envelope.apply(None, value_of, value, slope, loss)
+    return _known(value_of, value, slope, loss)
 
 
-def _observed(
-    mdp: LayeredMDP, states: Trajectories, actions: Trajectories
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return `(*batch, N, L)` each, and which steps were observed; None if all were."""
-    if isinstance(states, Sequence) and isinstance(actions, Sequence):
-        sizes = [[len(x) for x in part] for part in (states, actions)]
-        if sizes[0] != sizes[1] or not all(0 < size <= mdp.horizon for size in sizes[0]):
-            raise ValueError(
-                f"states, actions: expected trajectories of equal lengths from 1 to {mdp.horizon}, "
-                f"got {sizes[0]} states and {sizes[1]} actions"
-            )
-        rows = [[torch.as_tensor(x, device=mdp.device) for x in part] for part in (states, actions)]
-        states, actions = (
-            torch.stack([torch.cat([x, x.new_full((mdp.horizon - len(x),), -1)]) for x in part])
-            for part in rows
+def _demonstrated(
+    mdp: LayeredMDP, states: Tensor, actions: Tensor
+) -> tuple[Tensor | None, Tensor, bool]:
+    """Check trajectories; return which steps were observed (None for all) and the mean visits.
+
+    Return also whether the visits `(*batch, S, A)` are known to be an occupancy measure.
+    """
+    seen = check_demonstrations(mdp, states, actions)
+    share = torch.full((), 1 / states.shape[-2], dtype=mdp.dtype, device=mdp.device)
+    share = share.expand(states.shape) if seen is None else torch.where(seen, share, 0.0)
+    index = (states * mdp.num_actions + actions).clamp(min=0).flatten(-2).long()
+    visits = share.new_zeros(*index.shape[:-1], mdp.actions.numel())
+    visits = visits.scatter_add(-1, index, share.flatten(-2)).unflatten(-1, mdp.actions.shape)
+    return seen, visits, not values_are_hidden() and _meets_probe(mdp, visits, False)
+
+
+def _padded(mdp: LayeredMDP, states: Trajectories, actions: Trajectories) -> tuple[Any, Any]:
+    """Return lists of trajectories as tensors `(N, L)`, with -1 after their ends."""
+    if not (isinstance(states, Sequence) and isinstance(actions, Sequence)):
+        return states, actions
+    sizes = [[len(x) for x in part] for part in (states, actions)]
+    if sizes[0] != sizes[1] or not all(0 < size <= mdp.horizon for size in sizes[0]):
+        raise ValueError(
+            f"states, actions: expected trajectories of equal lengths from 1 to {mdp.horizon}, "
+            f"got {sizes[0]} states and {sizes[1]} actions"
         )
-    if not (isinstance(states, Tensor) and isinstance(actions, Tensor)) or values_are_hidden():
-        return states, actions, None  # type: ignore[return-value]
-    if states.shape != actions.shape or bool((states >= 0).all()):
-        return states, actions, None
-    seen = (states != -1) | (actions != -1)
-    if at := _first_wrong(seen[..., 1:] & ~seen[..., :-1]):
-        raise ValueError(f"states: {_place_of(at)} is -1, but a later step was observed")
-    return states, actions, seen
+    rows = [
+        [torch.as_tensor(x).tolist() + [-1] * (mdp.horizon - len(x)) for x in part]
+        for part in (states, actions)
+    ]
+    return torch.tensor(rows[0], device=mdp.device), torch.tensor(rows[1], device=mdp.device)
 
 
 def _log_policy(
-    step: FTRLStep, solution: Solution, loss: Tensor, t: Tensor | float, mdp: LayeredMDP
+    step: FTRLStep, solution: Solution, loss: Tensor, t: Tensor, mdp: LayeredMDP
 ) -> Tensor:
     """Return log pi `(*batch, S, A)`; values on masked pairs are meaningless."""
     if step.in_logs and step.constraints is None:  # a softmax; see torch_occ.step.entropic
-        episode = torch.as_tensor(t, dtype=mdp.dtype, device=mdp.device)
-        composition = step.evaluator.composition
-        weight = entropy_of(composition, composition.values(episode)).weight.unsqueeze(-1)
+        weight = _weights(step, t).weight.unsqueeze(-1)
         Q = loss + flow_of(mdp).lookahead(solution.value)
         return torch.where(mdp.actions, -Q / weight, -torch.inf).log_softmax(-1)
     return keep("pair", mdp, solution.q, 1.0).log() - solution.q.sum(-1, keepdim=True).log()

@@ -271,7 +271,7 @@ class LayeredMDP:
         """P of each layer: a table `(*batch, S_k, A, S_{k+1})`, or sparse `(S_k * A, S_{k+1})`."""
         return tuple(layer.tensor for layer in self.layers)
 
-    @property
+    @cached_property
     def probabilities(self) -> tuple[Tensor, ...]:
         """The tensors with derivatives: the initial distribution, and one per layer."""
         return (self.initial, *(layer.probabilities for layer in self.layers))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ._support.constants import FLAT
 from torch_occ._support.private import own_parameters
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Composition, Key, Regularizer, dims_of
@@ -282,6 +283,9 @@ def _of_scalars(
     pairs = zip(names, slopes, strict=True)
     gradient = sum(pull_back(name, mdp, slope.detach()) for name, slope in pairs)
     second = {name: keep(name, mdp, bend, 0.0) for name, bend in zip(names, bends, strict=True)}
+    if (alone := mdp.missing["rest"]) is not None and "pair" in second:
+        flat = alone & mdp.actions & (second["pair"] == 0)
+        second["pair"] = second["pair"].masked_fill(flat, FLAT)
     assert isinstance(gradient, Tensor)
     zero = torch.zeros_like(gradient)
     d, complement = second.get("pair", zero), second.get("complement")

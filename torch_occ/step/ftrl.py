@@ -112,7 +112,6 @@ class FTRLStep(Frozen):
         self.interior = interior_point(mdp).detach()
         self._compiled: CompiledStep | None = None
         self.use(backend)
-        self.name_in_graphs = graph.enroll(self)
 
     def use(self, backend: Backend) -> None:
         """Choose the backend; see the class. Nothing is compiled before the first solve.
@@ -122,12 +121,13 @@ class FTRLStep(Frozen):
         """
         evaluator = Evaluator(self.regularizer)
         self.__dict__.update(backend=check_backend(backend), evaluator=evaluator, _compiled=None)
-
-        if not engine_takes(backend, lambda: why_not(self.mdp, self.regularizer)):
-            return
-        if backend == "engine" or pays_off(self.mdp):
+        if engine_takes(backend, lambda: why_not(self.mdp, self.regularizer)) and (
+            backend == "engine" or pays_off(self.mdp)
+        ):
             compiled = later("step.compiled")
             self._compiled = compiled.CompiledStep(self.mdp, evaluator, self.options)
+        # Graphs take facts for granted that belong to the name.
+        self.name_in_graphs = graph.enroll(self)
 
     def forward(
         self,
@@ -193,15 +193,13 @@ class FTRLStep(Frozen):
         """
         t = self.episode(t) if t is None else t
         budgets = self.constraints if constraints is None else constraints
+        given = (warm_start, mdp, check, budgets, multipliers)
         if torch.compiler.is_compiling():
-            cumulative_loss = graph.promote(cumulative_loss, self.mdp)
-            given = (warm_start, mdp, check, budgets, multipliers)
             return graph.solve_in_graph(self, cumulative_loss, t, *given)
         cumulative_loss = graph.promote(cumulative_loss, self.mdp)
         if torch.is_inference_mode_enabled() or graph.autocasts(cumulative_loss):
             again = partial(self.solve, mdp=mdp, check=check, constraints=constraints)
             return graph.solve_plainly(again, cumulative_loss, t, warm_start, multipliers)
-        given = (warm_start, mdp, check, budgets, multipliers)
         return self.solve_at(None, cumulative_loss, t, *given)
 
     def episode(self, t: Tensor | float | None) -> Tensor | float:

@@ -230,6 +230,9 @@ class ConjugateGradients:
             # Compute the true residual; that of the recurrence has accumulated rounding errors.
             residual = self.root * swept.du - y
             before, error = error, _largest(residual, unit)
+            change = _largest(swept.du, self.visits)
+            finer = (FORCING * change.square()).clamp(min=eps ** (5 / 6))
+            goal = torch.where(10 * error > change, torch.minimum(goal, finer), goal)
             if not bool(((error > 2 * goal) & (error < 0.1 * before)).any()):
                 break
         dq = states.p * swept.du.unsqueeze(-1) + swept.within
