@@ -206,7 +206,7 @@ FAMILIES = (  # one of each kind of learner
 
 def games():
     found = {}
-    for name in (x for x in LEARNERS if x != "budgets"):  # it is played in torch
+    for name in (x for x in LEARNERS if x != "budgets"):  # tests/game/test_learners.py
         found[f"{name}, dense"] = ("dense", name, "bernoulli")
         found[f"{name}, sparse"] = ("sparse", name, "front")
     for name in IN_ALL_WORLDS:
@@ -474,7 +474,9 @@ class Stop(occ.Callback):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name", [*FAMILIES, "leader", "kl_ucb", "reduced_variance", "torch"])
+@pytest.mark.parametrize(
+    "name", [*FAMILIES, "budgets", "leader", "kl_ucb", "reduced_variance", "torch"]
+)
 def test_a_continued_run_is_the_uninterrupted_one(name, tmp_path):
     episodes, backend = (260, "torch") if name == "torch" else (8500, "engine")
     name = "ftrl" if name == "torch" else name

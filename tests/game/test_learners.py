@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from zoo import Kept, random_loss
+from zoo import PROBLEMS, Kept, random_loss, tensor
 
 import torch_occ as occ
 from torch_occ.game.checks import DIAGNOSTICS
@@ -47,31 +47,36 @@ def test_o_reps_where_there_is_nothing_to_choose():
     assert torch.equal(learner.propose(1), torch.ones(1, 2, 1, dtype=torch.float64))
 
 
-def test_a_learner_with_budgets_meets_them_in_every_episode():
-    mdp = occ.LayeredMDP.random(2, 2, 3, seed=0)
-    mean = random_loss(mdp, seed=1)
+@pytest.mark.parametrize(
+    ("psi", "problem"),
+    [(occ.jin_luo, "layers"), (lambda _: 5 * occ.Tsallis(), "masked"), (occ.jin_luo, "sparse")],
+)
+def test_a_learner_with_budgets_meets_them_in_every_episode(psi, problem):
+    """Both backends play the same game, and a seed has the same bits in any company."""
+    mdp = PROBLEMS["layers"]().mdp.to_sparse() if problem == "sparse" else PROBLEMS[problem]().mdp
+    mean, found = random_loss(mdp, seed=1), {}
     best = occ.occupancy(mdp, occ.optimal_policy(mdp, mean).policy)
-    # What the best policy does is expensive; the second limit is never reached.
-    costs = torch.stack([best + 0.1, torch.ones_like(best)])
-    limits = 0.5 * (costs * best).sum((-2, -1)) + 0.5 * occ.game.comparator(mdp, costs[0])
-    limits[1] = 9.0
-    budgets = occ.Budgets(costs, limits)
-    learner = occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5), constraints=budgets)
-
-    class Watch(occ.Callback):
-        def on_end(self, run, history):
-            self.excess = run.learner.state["budget_excess"]
-
-    watch = Watch()
-    history = occ.simulate(mdp, learner, occ.BernoulliLosses(mean), 60, range(3), callbacks=[watch])
-    assert not bool(history.uncertified.any())
-    assert -1e-6 < float(watch.excess.max()) < 1e-13
-    spent = (costs * history.cumulative_occupancy[:, None] / 60).sum((-2, -1))
-    assert bool((spent <= limits + 1e-13).all())
-    # Without budgets some runs spend more.
-    free = occ.simulate(
-        mdp, occ.FTRL(mdp, occ.jin_luo(mdp, beta=0.5)), occ.BernoulliLosses(mean), 60, range(3)
-    )
-    assert bool(((costs * free.cumulative_occupancy[:, None] / 60).sum((-2, -1)) > limits).any())
+    # What the best policy does is expensive; the last limit is never reached.
+    costs = torch.stack([best + 0.1, random_loss(mdp, seed=2) + best, 0.1 * torch.ones_like(best)])
+    safe = occ.occupancy(mdp, occ.optimal_policy(mdp, costs.sum(0)).policy)
+    budgets = occ.Budgets(costs, (costs * (best + safe) / 2).sum((-2, -1)) * tensor([1, 1, 2]))
+    losses, learner = occ.BernoulliLosses(mean), occ.FTRL(mdp, psi(mdp), constraints=budgets)
+    for case in ("engine", "torch", "others"):
+        keep, backend = Kept(), "torch" if case == "torch" else "engine"
+        seeds = [2, 7, 8] if case == "others" else range(3)
+        run = occ.simulate(mdp, learner, losses, 40, seeds, backend=backend, callbacks=[keep])
+        assert not bool(run.uncertified.any())
+        found[case] = keep.learner.state | {"regret": run.regret}
+    for key in ("q", "multipliers", "regret", "cumulative_loss"):
+        mine = found["engine"][key]
+        torch.testing.assert_close(mine, found["torch"][key], rtol=1e-9, atol=1e-9)
+        assert torch.equal(mine[2], found["others"][key][0])
+    assert -1e-6 < float(found["engine"]["budget_excess"].max()) < 1e-13
+    assert not bool(found["engine"]["multipliers"][:, 2].any())
+    assert bool(found["engine"]["multipliers"][:, :2].any(-1).all())
+    assert occ.FTRL(mdp, occ.Shannon(), constraints=budgets).why_not_compiled(mdp)
     with pytest.raises(ValueError, match="budgets without a batch"):
-        occ.FTRL(mdp, occ.jin_luo(mdp), constraints=occ.Budgets(costs[None], limits[None]))
+        occ.FTRL(mdp, psi(mdp), constraints=occ.Budgets(costs[None], budgets.limits))
+    learner = occ.FTRL(mdp, psi(mdp), constraints=occ.Budgets(costs, 0 * budgets.limits))
+    with pytest.raises(occ.InfeasibleError, match="no policy meets the budgets"):
+        occ.simulate(mdp, learner, losses, 5)

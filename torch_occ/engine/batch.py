@@ -37,7 +37,7 @@ from torch_occ.engine.layout import (
     inlined,
     kernel,
 )
-from torch_occ.engine.newton import retract
+from torch_occ.engine.newton import make_budgets, retract
 from torch_occ.engine.psi import pair_with
 
 #: Reported instead of a status when an input is invalid.
@@ -53,9 +53,10 @@ class Room(NamedTuple):
     by_exponents: Floats
     loss: Floats  # (S * A,)
     source: Floats  # (S,)
+    budgets: Any  # BudgetArrays, or None
 
 
-def make_room(numbers: int, model: Model, new: Callable[..., Any]) -> Room:
+def make_room(numbers: int, num_budgets: int, model: Model, new: Callable[..., Any]) -> Room:
     """Allocate memory for a group; `numbers` is K or K * S * A."""
     num_pairs = model.exists.shape[1]
     return Room(
@@ -65,6 +66,7 @@ def make_room(numbers: int, model: Model, new: Callable[..., Any]) -> Room:
         by_exponents=new(numbers),
         loss=new(num_pairs),
         source=new(num_pairs // model.num_actions),
+        budgets=make_budgets(num_budgets, model, new) if num_budgets else None,
     )
 
 
@@ -87,6 +89,15 @@ def read_terms(table: Floats, e: int, n: int, room: Room) -> None:
     row = min(e, table.shape[1] - 1)
     copy(table[0, row], lane(room.weights, n))
     copy(table[1, row], lane(room.exponents, n))
+
+
+@inlined
+def read_budgets(given: Any, e: int, own: Any) -> None:
+    """Copy costs, limits and multipliers of element e."""
+    for j in range(len(own.limits)):
+        copy(given[0][e, j], own.costs[j])
+    copy(given[1][e], own.limits)
+    copy(given[2][e], own.y)
 
 
 class Models(NamedTuple):
@@ -153,6 +164,7 @@ def solve_steps(
     q: Floats,  # (N * S, A), out
     v: Floats,  # (N * S,), out
     certificate: Floats,  # (N, 5), out: see torch_occ.step.solution.Solution
+    budgets: Any,  # None, or G (N, m, S * A), h (N, m), and y (N, m), in and out
     tolerance: float,
     max_steps: int,
     order: Ints,  # (groups * lanes,)
@@ -171,17 +183,19 @@ def solve_steps(
     pairs, num_pairs, num_states = work.pairs, work.pairs.shape[1], work.states.shape[1]
     lanes, terms = lanes_of(work.notes), Terms(kinds[0], kinds[1], kinds[2], room.exponents)
     losses, starts, solutions = loss.reshape(-1), start.reshape(-1), q.reshape(-1)
-    solver = Solver(terms, room.weights, tolerance, max_steps, starts)
+    solver = Solver(terms, room.weights, tolerance, max_steps, starts, room.budgets)
     for group in range(first, stop):
         model = model_of_group(models, order, group, width)
         for n in range(lanes):
             e, own = order[group * lanes + n], lane(pairs, n)
             read_terms(table, e, n, room)
             copy(element(losses, e, num_pairs), lane(room.loss, n))
+            if budgets is not None:
+                read_budgets(budgets, e, lane(room.budgets, n))
             own_start = element(starts, e, num_pairs)
             for i in range(num_pairs):
                 own[PAIR, i] = own_start[i] if model.exists[PAIR, i] else 0.0
-        entropy = entropy_of(terms, room.weights)[0] > 0.0
+        entropy = (entropy_of(terms, room.weights)[0] > 0.0) & (budgets is None)
         good = work.notes[GUESSED] == work.notes[GUESSED]
         for i in range(num_pairs):
             if model.exists[PAIR, i]:
@@ -199,6 +213,8 @@ def solve_steps(
             certificate[e, 3], certificate[e, 4] = lane(flow, n), lane(dual, n)
             copy(own[PAIR], element(solutions, e, num_pairs))
             copy(own_v[V], element(v, e, num_states))
+            if budgets is not None:
+                copy(lane(room.budgets.y, n), budgets[2][e])
 
 
 @kernel

@@ -59,6 +59,7 @@ from torch_occ.engine.layout import (
     Work,
     ahead,
     choose,
+    dispatch,
     finite,
     in_logs,
     inlined,
@@ -77,7 +78,9 @@ from torch_occ.engine.newton import (
     SMALLEST,
     TINY,
     descend,
+    descend_within,
     floor_pairs,
+    has_budgets,
     usable,
 )
 from torch_occ.engine.psi import X_LOG_X, derive, number_of
@@ -313,8 +316,15 @@ def _settle_or_descend(
     return descend(model, solver, loss, running, work)
 
 
+def _way(*kinds: Any) -> Any:
+    """The way to solve, by the types of the arguments; entropies with budgets as other psi."""
+    if has_budgets(*kinds):
+        return descend_within
+    return _settle_or_descend if in_logs(*kinds) else descend
+
+
 #: Minimize from q, for any psi; the arguments are those of `newton.descend`.
-follow = choose(in_logs, _settle_or_descend, descend)
+follow = dispatch(descend.py_func, _way)  # type: ignore[attr-defined]
 
 
 @inlined

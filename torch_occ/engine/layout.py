@@ -288,6 +288,9 @@ class Solver(NamedTuple):
     tolerance: float
     max_steps: int
     middle: Floats  # (S * A,), an interior point for cold starts
+    # torch_occ.engine.newton.BudgetArrays, or None. Numba compiles the search for multipliers only
+    # for kernels that are called with budgets.
+    budgets: Any = None
 
 
 class Work(NamedTuple):

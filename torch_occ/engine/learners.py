@@ -5,7 +5,7 @@ The formulas are in the docstrings of the learners' own classes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from torch_occ.engine import layout as at
 from torch_occ.engine.entropic import follow_or_restart
 from torch_occ.engine.lanes import Shared, anywhere, lane, sqrt, where
 from torch_occ.engine.layout import Bools, Floats, Model, Solver, Work, ahead, finite, routine
+from torch_occ.engine.newton import EXCESS, spend
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 
 # -- a fixed policy --------------------------------------------------------------------------------
@@ -150,12 +151,16 @@ class CompiledFTRL(NamedTuple):
     estimator: int
     # (n + 1,): the bias of implicit exploration, or the threshold of the reduced-variance estimator
     bias: Shared
+    multipliers: Annotated[Floats, 0]  # (m,), of the budgets
+    budget_excess: Annotated[Floats, 0]  # (1,); empty without budgets
 
 
 @propose.register(CompiledFTRL)
 def _propose_ftrl(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     weigh(learner.solver, learner.weights, t, work)
+    take_multipliers(learner.solver.budgets, learner)
     take_step(game.model, game, t, learner.cumulative_loss, learner, tally, work)
+    note_spending(learner.solver.budgets, learner, work)
 
 
 @observe.register(CompiledFTRL)
@@ -178,6 +183,24 @@ def _observe_ftrl(game: Game, t: int, tally: Tally, learner: Any, work: Work) ->
                     total[i] += loss / (q[i] + bias)
                 else:
                     total[i] += (loss - (0.5 if q[i] >= bias else 0.0)) / q[i]
+
+
+@routine(inline=True)
+def take_multipliers(budgets: Any, learner: CompiledFTRL) -> None:
+    """Start from the multipliers of the last episode."""
+    if budgets is not None:
+        for j in range(len(learner.multipliers)):
+            budgets.y[j] = learner.multipliers[j]
+
+
+@routine(inline=True)
+def note_spending(budgets: Any, learner: CompiledFTRL, work: Work) -> None:
+    """Keep the multipliers, and the largest excess over a limit so far."""
+    if budgets is not None:
+        spend(budgets, work)
+        for j in range(len(learner.multipliers)):
+            learner.multipliers[j], excess = budgets.y[j], budgets.rows[EXCESS, j]
+            learner.budget_excess[0] = max(learner.budget_excess[0], excess)
 
 
 @routine(inline=True)

@@ -6,7 +6,8 @@ The row PAIR of the scratch memory holds the starting point q on entry and the s
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,6 +65,9 @@ SHORT = 1e-2
 COARSE = 0.25
 #: How often q is corrected after the iteration, with multipliers of more digits.
 REFINEMENTS = 4
+#: How often a step with budgets is repeated, and the violation of a budget, in rounding errors,
+#: that is not reduced further.
+TRIALS, NOISE = 4, 8.0
 
 
 @routine
@@ -83,7 +87,7 @@ def descend(
     Lanes iterate together until the last one has finished. A lane that has finished keeps q, its
     factors and its multipliers, so its certificate does not depend on the others.
     """
-    terms, weights, tolerance, max_steps, _ = solver
+    terms, weights, tolerance, max_steps, _, budgets = solver
     pairs, states, num_pairs = work.pairs, work.states, work.pairs.shape[1]
     stale, first = work.notes[at.ERROR], True
     status, steps, patience = MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
@@ -107,9 +111,11 @@ def descend(
         if anywhere(refresh):
             factorize(model, refresh, work)
             stale = where(refresh, 0.0, stale)
+            respond(model, budgets, refresh, work)
         for i in range(num_pairs):
             pairs[at.FORCE, i] = -(pairs[at.GRADIENT, i] + pairs[at.GAPS, i])
         solve(model, None, work)
+        steer(budgets, running, work)
         for s in range(states.shape[1]):
             states[at.FITTED, s] = where(running, states[at.V, s], states[at.FITTED, s])
         squared, fall, moved = measure(model, work)
@@ -350,3 +356,245 @@ def measure(model: Model, work: Work) -> tuple[Any, Any, Any]:
             fall = max(fall, -relative)
             moved = max(moved, abs(relative))
     return squared, fall, moved + bad
+
+
+# -- Budgets ⟨G_i, q⟩ <= h_i: Newton steps within them ---------------------------------------------
+#
+# A Newton step minimizes a quadratic model of the objective. Within budgets, it is dq0 - U z, where
+# dq0 is the step at the present multipliers y, z their change, and U = Pi G' the response of q to
+# prices. With e = G (q + dq0) - h and C = G U,
+#
+#     z = argmax over z >= -y of ⟨e, z⟩ - z'C z / 2.
+#
+# So q and y are found together, and a step takes a few sums more. U and C belong to the factors of
+# the linear system, and are kept as long as these.
+
+# Rows of `BudgetArrays.rows`.
+EXCESS, SIZE = 0, 1  # G q - h, or e; and the sum of the sizes of its terms
+CHANGE = 2  # z
+POSITIVE = 3  # 1 if the multiplier is expected to be positive, else 0
+SWUNG = 4  # how far prices have moved since the loss was shaped, at most; in the first entry
+BUDGET_ROWS = 5
+
+# Rows of `BudgetArrays.values` after the first m.
+ZEROS, HELD_V, FOUND_V = 0, 1, 2  # zeros, v for a moment, and that of the solution
+
+
+class BudgetArrays(NamedTuple):
+    """m budgets of one problem, or of one in every lane, and scratch memory."""
+
+    costs: Floats  # (m, S * A), G, zero on masked pairs
+    limits: Floats  # (m,), h
+    y: Floats  # (m,), multipliers: where to start, and what was found
+    priced: Floats  # (S * A,), the loss with its prices, L + G'y
+    response: Floats  # (m, S * A), U
+    values: Floats  # (m + 3, S), the multipliers v of the flow constraints that belong to U
+    matrix: Floats  # (2 m, m), C, and what elimination leaves of it
+    rows: Floats  # (BUDGET_ROWS, m)
+
+
+def make_budgets(m: int, model: Model, new: Callable[..., Any]) -> BudgetArrays:
+    """Allocate memory for m budgets."""
+    n, s = model.exists.shape[1], model.exists.shape[1] // model.num_actions
+    shapes = ((m, n), (m,), (m,), (n,), (m, n), (m + 3, s), (2 * m, m), (BUDGET_ROWS, m))
+    return BudgetArrays(*(new(*shape) for shape in shapes))
+
+
+def has_budgets(model: Any, solver: Any, *_: Any) -> bool:
+    """Whether a solver has budgets, by its Numba type."""
+    return hasattr(solver.types[-1], "instance_class")
+
+
+@routine
+def descend_within(
+    model: Model, solver: Solver, loss: Floats, running: Any, work: Work
+) -> tuple[Any, Any, Any, Any, Any]:
+    """`descend` within the budgets of the solver, from their multipliers.
+
+    It is repeated for the prices that it found if these have moved so far that the rounding errors
+    of the gaps matter, or if budgets are violated by more than rounding errors. The dual residual
+    includes what the budgets leave open. Where it fails, multipliers become zero.
+    """
+    budgets, tolerance, wanted, m = solver.budgets, solver.tolerance, running, len(solver.budgets.y)
+    status, steps, decrement, flow, dual = MAX_STEPS + 0.0, 0.0, 0.0, 0.0, 0.0
+    most = COARSE * tolerance * least_unit(model, solver.terms, solver.weights) / EPS
+    for _ in range(TRIALS):
+        put_prices(budgets, loss)
+        found = descend(model, solver, budgets.priced, running, work)
+        error = spend(budgets, work)
+        residual = max(found[4], error_of(model, budgets, work))
+        solved = (found[0] == CONVERGED) & (error <= tolerance)
+        good = solved & (residual <= tolerance) & (budgets.rows[SWUNG, 0] <= most)
+        outcome = where(good, CONVERGED, where(found[0] == CONVERGED, STALLED, found[0]))
+        status, steps = where(running, outcome, status), steps + where(running, found[1], 0.0)
+        decrement, flow = where(running, found[2], decrement), where(running, found[3], flow)
+        dual = where(running, residual, dual)
+        for s in range(work.states.shape[1]):
+            kept = budgets.values[m + FOUND_V, s]
+            budgets.values[m + FOUND_V, s] = where(running, work.states[at.V, s], kept)
+        running = running & solved & (not (good & (error <= NOISE * EPS)))
+        if not anywhere(running):
+            break
+    for s in range(work.states.shape[1]):
+        work.states[at.V, s] = budgets.values[m + FOUND_V, s]
+    for j in range(m):
+        budgets.y[j] = where(wanted & (status != CONVERGED), 0.0, budgets.y[j])
+    return status, steps, decrement, flow, dual
+
+
+@routine(inline=True)
+def respond(model: Model, budgets: Any, refresh: Any, work: Work) -> None:
+    """Compute U and C where the factors are new. Nothing is compiled without budgets."""
+    if budgets is not None:
+        pairs, states, response, values = work.pairs, work.states, budgets.response, budgets.values
+        m = len(budgets.limits)
+        for s in range(states.shape[1]):
+            values[m + HELD_V, s] = states[at.V, s]
+        for j in range(m):
+            for i in range(pairs.shape[1]):
+                pairs[at.FORCE, i] = budgets.costs[j, i]
+            solve(model, budgets.values[m + ZEROS], work)
+            for i in range(pairs.shape[1]):
+                response[j, i] = where(refresh, pairs[at.DQ, i], response[j, i])
+            for s in range(states.shape[1]):
+                values[j, s] = where(refresh, states[at.V, s], values[j, s])
+            for k in range(j + 1):
+                total = 0.0
+                for i in range(pairs.shape[1]):
+                    total += budgets.costs[k, i] * response[j, i]
+                budgets.matrix[j, k], budgets.matrix[k, j] = total, total
+        for s in range(states.shape[1]):
+            states[at.V, s] = values[m + HELD_V, s]
+
+
+@routine(inline=True)
+def steer(budgets: Any, running: Any, work: Work) -> None:
+    """Correct the Newton step in DQ so that it meets the budgets; V, GAPS and y move along.
+
+    Nothing is compiled without budgets.
+    """
+    if budgets is not None:
+        pairs, states, rows = work.pairs, work.states, budgets.rows
+        for j in range(len(budgets.limits)):
+            spent = 0.0
+            for i in range(pairs.shape[1]):
+                spent += budgets.costs[j, i] * (pairs[at.PAIR, i] + pairs[at.DQ, i])
+            rows[EXCESS, j] = spent - budgets.limits[j]
+        find_change(budgets)
+        for j in range(len(budgets.limits)):
+            z = where(running, rows[CHANGE, j], 0.0)
+            budgets.y[j] = max(budgets.y[j] + z, 0.0)
+            most = 0.0
+            for i in range(pairs.shape[1]):
+                pairs[at.DQ, i] -= z * budgets.response[j, i]
+                pairs[at.GAPS, i] += z * budgets.costs[j, i]
+                most = max(most, abs(z * budgets.costs[j, i]))
+            rows[SWUNG, 0] += most
+            for s in range(states.shape[1]):
+                states[at.V, s] -= z * budgets.values[j, s]
+
+
+@routine
+def find_change(budgets: Any) -> None:
+    """Write z into CHANGE, for e in EXCESS.
+
+    Block principal pivoting: guess which multipliers are positive, solve for them, and exchange
+    those that violate a sign. If that cycles, only the last one, which ends for certain.
+    """
+    rows, y, C, m = budgets.rows, budgets.y, budgets.matrix, len(budgets.limits)
+    for j in range(m):
+        rows[POSITIVE, j] = where((y[j] > 0.0) | (rows[EXCESS, j] > 0.0), 1.0, 0.0)
+    for attempt in range(20 * m + 20):
+        for j in range(m):
+            rows[CHANGE, j] = rows[EXCESS, j]
+            for k in range(m):
+                rows[CHANGE, j] += C[j, k] * where(rows[POSITIVE, k] > 0.0, 0.0, y[k])
+        solve_positive(budgets)
+        wrong = 0.0
+        for j in range(m):
+            rows[CHANGE, j] = where(rows[POSITIVE, j] > 0.0, rows[CHANGE, j], -y[j])
+        for j in range(m - 1, -1, -1):
+            slope, size, own = rows[EXCESS, j], abs(rows[EXCESS, j]), rows[POSITIVE, j]
+            for k in range(m):
+                part = C[j, k] * rows[CHANGE, k]
+                slope, size = slope - part, size + abs(part)
+            flip = where(own > 0.0, y[j] + rows[CHANGE, j] < 0.0, slope > 64.0 * EPS * size)
+            flip = flip & ((attempt < 10) | (wrong == 0.0))
+            rows[POSITIVE, j] = where(flip, 1.0 - own, own)
+            wrong += where(flip, 1.0, 0.0)
+        if not anywhere(wrong > 0.0):
+            break
+
+
+@routine
+def solve_positive(budgets: Any) -> None:
+    """Solve C z = CHANGE for the multipliers that are positive, in place; the others are zero.
+
+    A small ridge makes budgets that say the same twice share their multiplier.
+    """
+    rows, C, m = budgets.rows, budgets.matrix, len(budgets.limits)
+    for j in range(m):
+        own = rows[POSITIVE, j] > 0.0
+        for k in range(m):
+            both = own & (rows[POSITIVE, k] > 0.0)
+            C[m + j, k] = where(both, C[j, k], 0.0)
+        C[m + j, j] = where(own, max(C[j, j], TINY) * (1.0 + 16.0 * m * EPS), 1.0)
+        rows[CHANGE, j] = where(own, rows[CHANGE, j], 0.0)
+    for column in range(m):
+        for row in range(column + 1, m):
+            factor = C[m + row, column] / C[m + column, column]
+            for k in range(column + 1, m):
+                C[m + row, k] -= factor * C[m + column, k]
+            rows[CHANGE, row] -= factor * rows[CHANGE, column]
+    for row in range(m - 1, -1, -1):
+        for k in range(row + 1, m):
+            rows[CHANGE, row] -= C[m + row, k] * rows[CHANGE, k]
+        rows[CHANGE, row] /= C[m + row, row]
+
+
+@routine
+def put_prices(budgets: Any, loss: Floats) -> None:
+    """Write the loss with its prices."""
+    budgets.rows[SWUNG, 0] = 0.0
+    for i in range(len(loss)):
+        budgets.priced[i] = loss[i]
+        for j in range(len(budgets.limits)):
+            budgets.priced[i] += budgets.y[j] * budgets.costs[j, i]
+
+
+@routine
+def spend(budgets: Any, work: Work) -> Any:
+    """Write G q - h into EXCESS and its size into SIZE; return the largest relative violation."""
+    rows, error, bad = budgets.rows, 0.0, 0.0
+    for j in range(len(budgets.limits)):
+        spent, size = 0.0, abs(budgets.limits[j])
+        for i in range(work.pairs.shape[1]):
+            part = budgets.costs[j, i] * work.pairs[at.PAIR, i]
+            spent, size = spent + part, size + abs(part)
+        excess = spent - budgets.limits[j]
+        rows[EXCESS, j], rows[SIZE, j] = excess, size
+        violation = where(budgets.y[j] > 0.0, abs(excess), max(excess, 0.0))
+        error = max(error, violation / max(size, TINY))
+        bad += excess - excess  # 0 unless something is not finite
+    return error + bad
+
+
+@routine
+def error_of(model: Model, budgets: Any, work: Work) -> Any:
+    """The relative error of q that remains since budgets are met only up to rounding.
+
+    The form of `_MultiplierSearch.error_of` in torch_occ.step.budgets.
+    """
+    rows, worst = budgets.rows, 0.0
+    for j in range(len(budgets.limits)):
+        noise = max(abs(rows[EXCESS, j]), 4.0 * EPS * rows[SIZE, j])
+        rows[CHANGE, j] = where(rows[EXCESS, j] < 0.0, -noise, noise)
+        rows[POSITIVE, j] = where(budgets.y[j] > 0.0, 1.0, 0.0)
+    solve_positive(budgets)
+    for i in range(work.pairs.shape[1]):
+        if model.exists[at.PAIR, i]:
+            change = 0.0
+            for j in range(len(budgets.limits)):
+                change += budgets.response[j, i] * rows[CHANGE, j]
+            worst = max(worst, abs(change) / max(work.pairs[at.PAIR, i], TINY / EPS))
+    return worst

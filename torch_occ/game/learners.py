@@ -36,7 +36,7 @@ from torch_occ.regularizers.catalog import LogBarrier, Shannon, Tsallis
 from torch_occ.regularizers.parameters import Parametrized
 from torch_occ.regularizers.schedules import Constant, InverseSqrt
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.step.solution import Budgets, Solution
+from torch_occ.step.solution import Budgets, Solution, Status
 
 
 class Learner:
@@ -338,7 +338,11 @@ class FTRL(Learner):
         if self.optimistic:
             self.state["last"] = zero.clone()
         if self.step.constraints is not None:
-            limits = self.step.constraints.limits.detach()
+            constraints = self.step.constraints
+            plain = FTRLStep(mdp, self.step.regularizer, backend="torch", constraints=constraints)
+            if int(plain.solve(zero[0], 1.0, check=False).status) == Status.INFEASIBLE:
+                plain.solve(zero[0], 1.0)  # raises an error with the proof
+            limits = constraints.limits.detach()
             self.state["multipliers"] = torch.zeros_like(limits).expand(num_seeds, -1).clone()
             self.state["budget_excess"] = torch.full_like(count, -torch.inf)
 
@@ -375,8 +379,8 @@ class FTRL(Learner):
             self.state["last"] = estimate
 
     def why_not_compiled(self, mdp: LayeredMDP) -> str | None:
-        if self.step.constraints is not None:
-            return "the compiled episode loop does not know budgets"
+        if self.step.constraints is not None and self.step.in_logs:
+            return "with budgets, the compiled episode loop lets the q of an entropy underflow"
         if self.optimistic:
             return "the compiled episode loop does not know optimism"
         if type(self.estimator) not in _ESTIMATORS:

@@ -30,6 +30,7 @@ from torch_occ.engine.layout import (
     make_work,
     suits_lanes,
 )
+from torch_occ.engine.newton import BudgetArrays, make_budgets
 from torch_occ.engine.play import NOISE, Game, Tally, play
 from torch_occ.game.learners import Learner
 from torch_occ.game.losses import GreedyAdversary, LossProcess
@@ -99,8 +100,19 @@ def solver_settings(step: FTRLStep) -> dict[str, Any]:
         step.options.tolerance_in(torch.float64),
         step.options.max_steps,
         step.interior.detach().numpy().flatten(),
+        budgets_of(step),
     )
     return {"solver": solver, "weights": weights.at}
+
+
+def budgets_of(step: FTRLStep) -> BudgetArrays | None:
+    """The budgets of a step, with scratch memory."""
+    if step.constraints is None:
+        return None
+    found = make_budgets(len(step.constraints), model_of(step.mdp), allocator(None))
+    found.costs[...] = step.constraints.on_existing_pairs(step.mdp).detach().flatten(-2).numpy()
+    found.limits[...] = step.constraints.limits.detach().numpy()
+    return found
 
 
 class EnginePlayer:

@@ -130,11 +130,10 @@ class _MultiplierSearch:
         """Return G'y, `(*batch, S, A)`."""
         return (self.costs * over(self.tensor(y), 2)).sum(-3)
 
-    def solve(self, start: Tensor, guess: Tensor) -> _Point:
-        """Find the multipliers; each element stops on its own."""
-        every = np.ones(self.batch.numel(), dtype=np.bool_)
-        found = self.climb(every * 1.0, start, self._array(guess), every)
-        failed = (found.status != Status.CONVERGED) & (found.status != Status.INFEASIBLE)
+    def solve(self, start: Tensor, guess: Tensor, todo: Array) -> _Point:
+        """Find the multipliers of the elements in `todo`; each element stops on its own."""
+        found = self.climb(np.ones(len(todo)), start, self._array(guess), todo)
+        failed = todo & (found.status != Status.CONVERGED) & (found.status != Status.INFEASIBLE)
         return found.merge(self.follow(start, failed), failed) if failed.any() else found
 
     def follow(self, start: Tensor, going: Array) -> _Point:
@@ -452,9 +451,21 @@ class BudgetedStationarity(Stationarity):
             for y, dims in ((-x, 2), (start, 2), (costs, 3))
         )
         limits, guess = (y.expand(*batch, y.shape[-1]) for y in (limits, guess))
+        known, todo = None, np.ones(batch.numel(), dtype=np.bool_)
+        if setting.engine is not None:
+            y = guess.clone(memory_format=torch.contiguous_format)
+            given = (loss, setting.t, start, None, setting.parameters)
+            if (answer := setting.engine(*given, (costs.flatten(-2), limits, y))) is not None:
+                known, converged = answer
+                if converged:
+                    return known.q, torch.cat([known.value, y], -1), known.certificate
+                todo = (~known.converged).reshape(-1).numpy()
         search = _MultiplierSearch(self.step, setting, loss, costs, limits)
-        found = search.solve(start, guess)
-        solution, proof = found.solution, search.tensor(found.proof)
+        found = search.solve(start, guess, todo)
+        solution, proof, prices = found.solution, search.tensor(found.proof), search.tensor(found.y)
+        if known is not None:
+            solution = solution.merge(known, known.converged)
+            prices = torch.where(over(known.converged, 1), y, prices)
         infeasible = (solution.status == Status.INFEASIBLE).nonzero()
         if self.check and len(infeasible):
             element = tuple(infeasible[0].tolist())
@@ -462,7 +473,7 @@ class BudgetedStationarity(Stationarity):
             allowed = (proof * limits).sum(-1)[element]
             raise InfeasibleError(solution, element, proof[element], float(least), float(allowed))
         report(bool(self.check), solution)
-        return solution.q, torch.cat([solution.value, search.tensor(found.y)], -1), *solution[2:3]
+        return solution.q, torch.cat([solution.value, prices], -1), solution.certificate
 
     def point(self, tensors: Tensors, outputs: Tensors) -> tuple[Tensor, Tensors]:
         return outputs[0], (*tensors[2:-1], self._active(outputs, tensors[-1]))

@@ -220,12 +220,15 @@ class CompiledStep:
         start: Tensor,
         mdp: LayeredMDP | None = None,
         parameters: Sequence[Tensor] | None = None,
+        budgets: Sequence[Tensor] = (),
     ) -> tuple[Solution, bool] | None:
         """Solve the step.
 
         Args:
             mdp: other probabilities for the step's layout; by default its own MDP.
             parameters: those of `Evaluator`; by default the regularizer's own, now.
+            budgets: costs `(*batch, m, S * A)`, limits and multipliers `(*batch, m)`, which are
+                not differentiated. Multipliers are where to start; they are overwritten.
 
         Returns:
             The solution, and whether all elements converged; None if the engine does not support
@@ -239,13 +242,16 @@ class CompiledStep:
             return None
         world, inputs, values, numbers, terms, batch = prepared
         entropies, count = None, batch.numel()
+        own = [x.reshape(count, *x.shape[len(batch) :]).contiguous() for x in budgets]
         if terms.shape[1] > 1 and self.kinds[2]:
             entropies = np.empty(count, dtype=np.bool_)
             kernels.find_entropies(self.kinds, terms, entropies)
         q, v, certificate = self._empty(count, 5)
         given = (rows(loss, batch, 2), rows(start, batch, 2), q, v, certificate)
         limits = (self.tolerance, self.options.max_steps)
-        self.run(world, batch, kernels.solve_steps, terms, entropies, *given, *limits)
+        within = tuple(x.numpy() for x in own) or None
+        m = own[1].shape[1] if own else 0
+        self.run(world, batch, kernels.solve_steps, terms, entropies, m, *given, within, *limits)
         statuses = certificate[:, 0]
         if self.in_logs and not np.isfinite(q).all():
             lost = ~np.isfinite(q.reshape(count, -1)).all(-1)
@@ -267,7 +273,8 @@ class CompiledStep:
         # The user gets a copy of failures, because derivatives read them later.
         certificate = certificate if converged else certificate.copy()
         marks = torch.from_numpy(certificate.reshape(*batch, 5))
-        return Solution(found[0], found[1], marks, True), converged
+        y = own[2].view(*batch, m) if own else None
+        return Solution(found[0], found[1], marks, True, y), converged
 
     def pull_back(
         self,
@@ -428,7 +435,7 @@ class CompiledStep:
         count = batch.numel()
         u, m, _ = self._empty(count, 0)
         bars = np.empty((wanted, count, terms.shape[2]))
-        self.run(world, batch, kernels.solve_linear, terms, None, q, x, r, u, m, bars)
+        self.run(world, batch, kernels.solve_linear, terms, None, 0, q, x, r, u, m, bars)
         return u, m, bars
 
     def _empty(self, count: int, columns: int) -> tuple[Floats, Floats, Floats]:
@@ -443,6 +450,7 @@ class CompiledStep:
         kernel: Callable[..., None],
         terms: Floats,
         entropies: Bools | None,
+        num_budgets: int,
         *arguments: Any,
     ) -> None:
         """Run a kernel over all elements, in several threads if the batch is large enough.
@@ -451,12 +459,13 @@ class CompiledStep:
             entropies: the elements that are solved in logarithms; None if all or none of them are.
         """
         model, count = world.model, batch.numel()
+        sizes = terms.shape[2], num_budgets
         if not batch:  # a single problem should not wait for Python
-            free = self.free[type(model.next_state)]
+            free = self.free[type(model.next_state), sizes]
             try:
                 memory = free.pop()
             except IndexError:
-                memory = _memory(model, terms.shape[2], 0, None)
+                memory = _memory(model, sizes, 0, None)
             kernel(model, self.kinds, terms, *arguments, _ONLY, 0, 1, *memory[:2], None)
             free.append(memory)
             return
@@ -474,13 +483,13 @@ class CompiledStep:
             order = arrays.order_of(entropies, lanes)
         groups = len(order) // (lanes or 1)
         threads = 1 if count < _ALONE else min(torch.get_num_threads(), groups)
-        free = self.free[way, lanes, type(model.next_state)]
+        free = self.free[way, lanes, type(model.next_state), sizes]
 
         def share(i: int) -> None:
             try:
                 memory = free.pop()
             except IndexError:
-                memory = _memory(model, terms.shape[2], way, lanes)
+                memory = _memory(model, sizes, way, lanes)
             room, work, own = memory
             given = model if owners is None else kernels.Models(*world.tables, owners, own)
             bounds = (i * groups // threads, (i + 1) * groups // threads)
@@ -538,16 +547,16 @@ class CompiledSystem(NamedTuple):
 
 
 def _memory(
-    model: Model, numbers: int, way: int, lanes: int | None
+    model: Model, sizes: tuple[int, int], way: int, lanes: int | None
 ) -> tuple[kernels.Room, Work, Model]:
-    """Allocate memory for a group; `numbers` is the number of weights and `way` as in `run`."""
+    """Allocate memory for a group: numbers of weights and of budgets, and `way` as in `run`."""
     new = allocator(lanes)
     own = model
     if way == 2:
         tables = (model.next_state, model.arrivals, model.initial)
         next_state, arrivals, initial = (new(*x.shape) for x in tables)
         own = model._replace(next_state=next_state, arrivals=arrivals, initial=initial)
-    return kernels.make_room(numbers, model, new), make_work(model, new), own
+    return kernels.make_room(*sizes, model, new), make_work(model, new), own
 
 
 # -- Compiled sweeps for torch_occ.step.system, with separable Hessians and sparse transitio ----
