@@ -236,9 +236,8 @@ def test_a_leader_does_not_follow_rounding_errors(backend):
     """Both first actions cost 1, but 0.7 + 0.2 + 0.1 is less than that in floating point."""
     first = torch.tensor([[[0.1, 0.2, 0.7], [0.7, 0.2, 0.1]]], dtype=torch.float64)
     mdp = occ.LayeredMDP([first, torch.ones(3, 2, 1, dtype=torch.float64)])
-    mean = torch.tensor([[0.0], [1.0], [1.0], [1.0]], dtype=torch.float64).expand(4, 2)
-    losses, leader = occ.BernoulliLosses(mean.clone()), occ.FollowTheLeader(mdp)
-    history = occ.simulate(mdp, leader, losses, 100, range(3), backend=backend)
+    losses = occ.BernoulliLosses(mdp.layer[:, None].repeat(1, 2).double())
+    history = occ.simulate(mdp, occ.FollowTheLeader(mdp), losses, 100, range(3), backend=backend)
     assert history.last_q[:, 0].tolist() == [[1.0, 0.0]] * 3
 
 

@@ -154,14 +154,6 @@ def test_a_gap_that_bounds_nothing_is_nan():
     assert bool(solution.duality_gap[1].isnan())
 
 
-def test_unprotected_parameters_are_frozen():
-    step = occ.FTRLStep(MDP, occ.jin_luo(MDP))
-    occ.unconstrain(step, only=["gamma"])
-    trained = [name for name, p in step.named_parameters() if p.requires_grad]
-    assert len(trained) == 1
-    assert "gamma" in trained[0]
-
-
 @pytest.mark.parametrize(
     ("psi", "steps", "scales"), [(occ.LogBarrier, 5, (0.0, 1e8)), (occ.Shannon, 2, (1e4, 1.0))]
 )
