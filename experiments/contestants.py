@@ -1,24 +1,25 @@
-"""The step against other solvers, for experiments/benchmark.py: cvxpy and cvxpylayers.
+"""The step against other solvers, for experiments/benchmark.py, at the scales of two users.
 
-All contestants do the same in turns. Work that is needed once is not timed: the problem is stated,
-compiled and, where it is quick, solved a first time. Rivals differ in accuracy, so each row has the
-residuals of q and of the gradient, computed by torch_occ.reference.
+A network has losses of 1 to 10 and weights of 0.05 to 1; the paper's learner has weights of 192 at
+(3,3,3) and losses of 1,000. All contestants do the same in turns: a batch of steps from a cold
+start, and the gradients of <direction, q> in the losses and in all parameters that they can
+differentiate. What is needed once is not timed: the problem is stated and compiled. Rivals differ
+in accuracy, so every gradient is compared with one that is found another way.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import util
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 import torch_occ as occ
@@ -26,18 +27,20 @@ from experiments import common
 from torch_occ.reference import (
     ACCURATE_CLARABEL,
     ACCURATE_SCS,
+    DEFAULT,
     CvxpyLayer,
     Equations,
     Settings,
     atoms,
+    flow_constraints,
     largest,
-    on_pairs,
-    spread,
-    state_in_cvxpy,
+    require,
 )
 
-T = TypeVar("T")
 Shape = tuple[int, int, int]  # horizon, width, actions
+
+OURS = ("engine", "torch path", "soft-DP")
+NAMES = (*OURS, "cvxpylayers", "accurate SCS", "accurate Clarabel", "Moreau", "POUNCE", "JAX")
 
 
 #: With these tolerances and scaled inputs Moreau finds q to 1e-12; with its defaults, to 1e-5.
@@ -48,16 +51,24 @@ TIGHT_MOREAU = Settings(
     normalize=True,
 )
 
+ENTROPY, NETWORK, PAPER = "entropy, a network's scales", "jin_luo, a network's", "jin_luo, paper's"
+
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of steps with the paper's regularizer, at episode t of random losses."""
+    """A batch of steps on a random MDP, with losses uniform on [0, height]."""
 
     shape: Shape
     batch: int
-    seed: int
-    t: float
-    clock: Callable[[], float] = time.perf_counter
+    scales: str
+    weight: float
+    height: float
+    seed: int = 0
+    clock: Callable[[], float] = time.process_time
+
+    @property
+    def t(self) -> float:
+        return 1000.0 if self.scales == PAPER else 1.0
 
     @cached_property
     def mdp(self) -> occ.LayeredMDP:
@@ -65,265 +76,366 @@ class Case:
 
     @cached_property
     def regularizer(self) -> occ.Regularizer:
-        return occ.jin_luo(self.mdp)
+        if self.scales == ENTROPY:
+            return self.weight * occ.ConditionalEntropy()
+        if self.scales == PAPER:
+            return occ.jin_luo(self.mdp)
+        return occ.jin_luo(self.mdp, beta=self.weight, gamma=1 / self.weight)
 
     @cached_property
-    def losses(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The direction of the gradient, and the cumulative losses at episodes t and t + 1."""
-        shape = (1 + 2 * self.batch, self.mdp.num_states, self.mdp.num_actions)
+    def losses(self) -> Tensor:
+        shape = (self.batch, self.mdp.num_states, self.mdp.num_actions)
         generator = torch.Generator().manual_seed(self.seed)
-        drawn = torch.rand(shape, dtype=torch.float64, generator=generator)
-        direction, mean, new = drawn.split([1, self.batch, self.batch])
-        return 2 * direction[0] - 1, self.t * mean, self.t * mean + new
+        return self.height * torch.rand(shape, dtype=torch.float64, generator=generator)
 
-    def timed(self, function: Callable[[], T]) -> tuple[T, float]:
-        """The result of a call, and its seconds."""
-        start = self.clock()
-        result = function()
-        return result, self.clock() - start
+    @cached_property
+    def direction(self) -> Tensor:
+        """The direction of the gradient: cos 1, cos 2, ..."""
+        return torch.arange(1.0, self.losses[0].numel() + 1).double().cos().view_as(self.losses[0])
 
+    @cached_property
+    def truth(self) -> Tensor:
+        """The gradients of the first two elements, without Newton's method.
 
-class Trial(NamedTuple):
-    """One timed run over the first elements of a batch.
+        By the soft dynamic program for the entropy, else by dense linear algebra with a Hessian
+        from autograd, at the engine's q.
+        """
+        if known := soft_dynamic_program(self):
+            return known(2)[1]
+        E, mdp, found = flow_constraints(self.mdp)[0].to_dense(), self.mdp, []
+        t, nothing = torch.tensor(self.t, dtype=torch.float64), torch.zeros(len(E), len(E))
+        for q in occ.FTRLStep(mdp, self.regularizer)(self.losses[:2], self.t).detach():
+            psi = lambda x: self.regularizer(x.view_as(self.direction), t, mdp)  # noqa: E731
+            H = torch.autograd.functional.hessian(psi, q.flatten())
+            system = torch.cat([torch.cat([H, E.T], 1), torch.cat([E, nothing.double()], 1)])
+            right = torch.cat([self.direction.flatten(), nothing[0].double()])
+            found.append(-torch.linalg.solve(system, right)[: q.numel()].view_as(q))
+        return torch.stack(found)
 
-    A field is None if the contestant does not offer it.
-    """
-
-    elements: int
-    q: Tensor  # (elements, S, A)
-    gradient: Tensor | None  # of <direction, q> in the loss, (elements, S, A)
-    forward: float  # seconds for all of them
-    backward: float | None
-    warm: float | None  # the step of the next episode, started from q
-
-    @property
-    def total(self) -> float:
-        return self.forward + (self.backward or 0.0)
-
-
-Run = Callable[[int], Trial]  # the first elements of a case
-
-
-def torch_occ(case: Case) -> Run:
-    """This package."""
-    step = occ.FTRLStep(case.mdp, case.regularizer)
-    parameters, (direction, losses, next_losses) = list(step.parameters()), case.losses
-
-    def run(count: int) -> Trial:
-        chosen = 0 if count == 1 else slice(count)
-        loss = losses[chosen].clone().requires_grad_()
-        q, forward = case.timed(lambda: step(loss, case.t))
-        value = (direction * q).sum()
-        found, backward = case.timed(lambda: torch.autograd.grad(value, [loss, *parameters]))
-        start, later = q.detach(), next_losses[chosen]
-        _, warm = case.timed(lambda: step(later, case.t + 1, warm_start=start))
-        whole, gradient = (x.reshape(count, *direction.shape) for x in (start, found[0]))
-        return Trial(count, whole, gradient, forward, backward, warm)
-
-    return run
+    def judge(self, q: Tensor, gradient: Tensor) -> tuple[float, float]:
+        """The largest residual of q and relative error of its gradient, of two elements."""
+        t, pairs = torch.tensor(self.t, dtype=torch.float64), zip(self.losses, q[:2], strict=False)
+        of_q = (Equations(self.mdp, self.regularizer, x, t).residual_of_q(y) for x, y in pairs)
+        truth = self.truth[: len(gradient)]
+        off = (gradient[:2] - truth).flatten(1).norm(dim=1) / truth.flatten(1).norm(dim=1)
+        return max(of_q), float(off.nan_to_num(torch.inf, torch.inf).max())
 
 
-def cvxpy(case: Case) -> Run:
-    """cvxpy with Clarabel at tight tolerances, one element at a time.
+#: (scales, weight, height of the losses)
+CASES = [(ENTROPY, 1.0, 1.0), (ENTROPY, 1.0, 10.0), (ENTROPY, 0.05, 1.0), (ENTROPY, 0.05, 10.0)]
+CASES += [(NETWORK, weight, height) for _, weight, height in CASES] + [(PAPER, 0.0, 1000.0)]
 
-    It has no derivative and no warm start.
-    """
-    weights = atoms(case.regularizer, case.t)
-    problem, variable, parameters = state_in_cvxpy(case.mdp, list(weights), exact_powers=True)
-    scale, losses = largest(weights), case.losses[1]
-    tolerances = dict.fromkeys(("tol_gap_abs", "tol_gap_rel", "tol_feas"), 1e-14)
-    for parameter, weight in zip(parameters[1:], weights.values(), strict=True):
-        parameter.value = (weight.detach() / scale).numpy()
-    parameters[0].value = (on_pairs(case.mdp, losses[0]) / scale).numpy()
-    problem.get_problem_data("CLARABEL")  # compiles it; from now on only numbers change
-
-    def solve(loss: Tensor) -> Tensor:
-        parameters[0].value = (on_pairs(case.mdp, loss) / scale).numpy()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Solution may be inaccurate", UserWarning)
-            problem.solve(solver="CLARABEL", **tolerances)
-        return spread(case.mdp, torch.as_tensor(variable.value))
-
-    def run(count: int) -> Trial:
-        q, forward = case.timed(lambda: torch.stack([solve(x) for x in losses[:count]]))
-        return Trial(count, q, None, forward, None, None)
-
-    return run
+Run = Callable[[int], tuple[Tensor, Tensor]]  # of the first elements: q and its gradient
 
 
-def layers(settings: Settings, case: Case) -> Run:
-    """cvxpylayers under some settings; no warm start."""
-    layer = CvxpyLayer(case.mdp, case.regularizer, settings)
-    parameters, (direction, losses, _) = list(case.regularizer.parameters()), case.losses
+def differentiated(case: Case, layer: Callable[[Tensor], Tensor], parameters: Iterable[Any]) -> Run:
+    """A layer, and autograd: losses `(B, S, A)` -> q."""
+    inputs = list(parameters)
 
-    def run(count: int) -> Trial:
-        loss = losses[:count].clone().requires_grad_()
+    def run(count: int) -> tuple[Tensor, Tensor]:
+        loss = case.losses[:count].clone().requires_grad_()
         with warnings.catch_warnings():
             # NumPy warns about cvxpylayers, and diffcp about what the residuals show anyway.
             warnings.simplefilter("ignore")
-            q, forward = case.timed(lambda: layer(loss, case.t))
-            value, inputs = (direction * q).sum(), [loss, *parameters]
-            found, backward = case.timed(lambda: torch.autograd.grad(value, inputs))
-        return Trial(count, q.detach(), found[0], forward, backward, None)
+            q = layer(loss)
+            found = torch.autograd.grad((case.direction * q).sum(), [loss, *inputs])
+        return q.detach(), found[0]
+
+    return run
+
+
+def torch_occ(backend: Literal["engine", "torch"], case: Case) -> Run:
+    """This package."""
+    step = occ.FTRLStep(case.mdp, case.regularizer, backend=backend)
+    return differentiated(case, lambda loss: step(loss, case.t), step.parameters())
+
+
+def layers(settings: Settings, case: Case) -> Run:
+    """cvxpylayers under some settings."""
+    layer = CvxpyLayer(case.mdp, case.regularizer, settings)
+    return differentiated(case, lambda loss: layer(loss, case.t), case.regularizer.parameters())
+
+
+def soft_dynamic_program(case: Case) -> Run | None:
+    """Ten lines of torch, for the entropy only: log-sum-exp backwards, the flow forwards."""
+    if case.scales != ENTROPY:
+        return None
+    mdp, weight = case.mdp, torch.tensor(case.weight, dtype=torch.float64, requires_grad=True)
+
+    def layer(loss: Tensor) -> Tensor:
+        later, policies = loss.new_zeros(len(loss), 1), list[Tensor]()
+        for here, P in zip(reversed(mdp.layer_slices), reversed(mdp.transitions), strict=True):
+            scores = -(loss[:, here] + torch.einsum("san,bn->bsa", P, later)) / weight
+            policies.append(scores.softmax(-1))
+            later = -weight * scores.logsumexp(-1)
+        mass, found = mdp.initial.expand(len(loss), -1), []
+        for policy, P in zip(reversed(policies), mdp.transitions, strict=True):
+            found.append(mass.unsqueeze(-1) * policy)
+            mass = torch.einsum("bsa,san->bn", found[-1], P)
+        return torch.cat(found, 1)
+
+    return differentiated(case, layer, [weight])
+
+
+class Terms(NamedTuple):
+    """psi of `jin_luo` over the pairs (S * A), for rivals that need it in their own language."""
+
+    pair: float  # the weight of -sqrt(q(s,a))
+    rest: float  # of -sqrt(q(s) - q(s,a))
+    barrier: float  # of -log(q(s,a))
+    others: Any  # (S * A, S * A): q -> q(s) - q(s,a)
+    E: Any  # (S, S * A), E q = b
+    b: Any
+    start: Any  # (S * A,), the occupancy of the uniform policy
+
+    @staticmethod
+    def of(case: Case) -> Terms | None:
+        """None if the regularizer is another one."""
+        if case.scales == ENTROPY:
+            return None
+        mdp, given = case.mdp, atoms(case.regularizer, case.t)
+        names = (("pair", 0.5), ("rest", 0.5), ("pair", "-log x"))
+        pair, rest, barrier = (given[name].item() for name in names)
+        ones = torch.ones(mdp.num_actions, mdp.num_actions, dtype=torch.float64).fill_diagonal_(0)
+        others = torch.block_diag(*[ones] * mdp.num_states).numpy()
+        E, b = flow_constraints(mdp)
+        start = occ.occupancy(mdp, occ.uniform_policy(mdp)).flatten().numpy()
+        return Terms(pair, rest, barrier, others, E.to_dense().numpy(), b.numpy(), start)
+
+
+def pounce(case: Case) -> Run | None:
+    """POUNCE, Ipopt in Rust, with derivatives in NumPy and its own factors for the gradient."""
+    if (terms := Terms.of(case)) is None:
+        return None
+    package = require("pounce")
+    scale = float(largest(atoms(case.regularizer, case.t)))
+    problem_object = _Callbacks(terms, scale)
+    pairs = len(terms.start)
+    shape = {"n": pairs, "m": len(terms.b), "problem_obj": problem_object}
+    # The logarithm is the bound of q: without bounds of its own POUNCE is faster and more accurate.
+    bounds = {"lb": np.full(pairs, -2e19), "ub": np.full(pairs, 2e19)}
+    problem = package.Problem(**shape, **bounds, cl=terms.b, cu=terms.b)
+    for name, value in POUNCE.items():
+        problem.add_option(name, value)
+    direction = case.direction.flatten().numpy()
+
+    def run(count: int) -> tuple[Tensor, Tensor]:
+        found = []
+        for loss in case.losses[:count]:
+            problem_object.loss = loss.flatten().numpy() / scale
+            solver = package.Solver(problem)
+            with np.errstate(invalid="ignore"):  # a trial outside of q > 0
+                q, _ = solver.solve(x0=terms.start)
+            bar = np.zeros(solver.kkt_dim)
+            bar[:pairs] = direction
+            found.append((q, -np.asarray(solver.kkt_solve(bar))[:pairs] / scale))
+        q, gradient = (torch.tensor(np.array(x)) for x in zip(*found, strict=True))
+        return q.view(count, *loss.shape), gradient.view(count, *loss.shape)
+
+    return run
+
+
+#: The options with the least error of those that were tried.
+POUNCE = {"print_level": 0, "tol": 1e-10}
+
+
+class _Callbacks:
+    """<q, loss> + psi / scale for POUNCE."""
+
+    def __init__(self, terms: Terms, scale: float) -> None:
+        self.terms, self.loss = terms, np.zeros(0)
+        self.pair, self.rest, self.barrier = (x / scale for x in terms[:3])
+        self.rows, self.columns = np.nonzero(terms.E)
+        self.entries = terms.E[self.rows, self.columns]
+        self.block = np.nonzero(np.tril(terms.others + np.eye(len(terms.others))))
+
+    def objective(self, q: Any) -> float:
+        roots = self.pair * np.sqrt(q).sum() + self.rest * np.sqrt(self.terms.others @ q).sum()
+        return float(self.loss @ q - roots - self.barrier * np.log(q).sum())
+
+    def gradient(self, q: Any) -> Any:
+        rest = self.terms.others @ (self.terms.others @ q) ** -0.5
+        return self.loss - 0.5 * (self.pair * q**-0.5 + self.rest * rest) - self.barrier / q
+
+    def constraints(self, q: Any) -> Any:
+        return self.terms.E @ q
+
+    def jacobianstructure(self) -> Any:
+        return self.rows, self.columns
+
+    def jacobian(self, q: Any) -> Any:
+        return self.entries
+
+    def hessianstructure(self) -> Any:
+        return self.block
+
+    def hessian(self, q: Any, multipliers: Any, factor: float) -> Any:
+        others = self.terms.others
+        rest = others * (0.25 * self.rest * (others @ q) ** -1.5) @ others
+        rest[np.diag_indices_from(rest)] += 0.25 * self.pair * q**-1.5 + self.barrier / q**2
+        return factor * rest[self.block]
+
+
+def jax(case: Case) -> Run | None:
+    """Newton's method in JAX: `lax.while_loop` under `vmap`, and the implicit gradient."""
+    if (terms := Terms.of(case)) is None:
+        return None
+    package, jnp = require("jax"), require("jax.numpy")
+    package.config.update("jax_enable_x64", True)
+    S, A = case.losses.shape[1:]
+    E, others = jnp.asarray(terms.E).reshape(S, S, A), 1.0 - jnp.eye(A)
+
+    def slope(q: Any, w: Any) -> Any:
+        rest = (q @ others) ** -0.5 @ others
+        return -0.5 * (w[0] * q**-0.5 + w[1] * rest) - w[2] / q
+
+    def solve(q: Any, w: Any, y: Any) -> Any:
+        """The u with H u = y - E'v and E u = 0; H has one block (A, A) per state."""
+        H = jnp.einsum("ab,sb,bc->sac", others, 0.25 * w[1] * (q @ others) ** -1.5, others)
+        H = H + jnp.eye(A) * (0.25 * w[0] * q**-1.5 + w[2] / q**2)[:, None]
+        both = jnp.concatenate([y[..., None], E.transpose(1, 2, 0)], -1)  # (S, A, 1 + S)
+        both = jnp.linalg.solve(H, both)
+        K = jnp.einsum("tsa,sau->tu", E, both[..., 1:])
+        v = jnp.linalg.solve(K, jnp.einsum("tsa,sa->t", E, both[..., 0]))
+        return both[..., 0] - both[..., 1:] @ v
+
+    def newton(loss: Any, w: Any) -> Any:
+        def advance(state: Any) -> Any:
+            q, _, k = state
+            d = solve(q, w, -loss - slope(q, w))
+            size = jnp.abs(d / q).max()
+            return q + d / jnp.where(size < 0.25, 1.0, 1.0 + size), size, k + 1
+
+        start = (jnp.asarray(terms.start).reshape(S, A), jnp.inf, 0)
+        unfinished = lambda state: (state[1] > 1e-8) & (state[2] < 200)  # noqa: E731
+        return package.lax.while_loop(unfinished, advance, start)[0]
+
+    def both(loss: Any, w: Any, bar: Any) -> Any:
+        q = newton(loss, w)
+        u = solve(q, w, bar)
+        (of_weights,) = package.vjp(lambda w: slope(q, w), w)[1](-u)
+        return q, -u, of_weights
+
+    batched = package.jit(package.vmap(both, in_axes=(0, None, None)))
+    w, direction = jnp.asarray(terms[:3]), jnp.asarray(case.direction.numpy())
+    losses = case.losses.numpy()
+
+    def run(count: int) -> tuple[Tensor, Tensor]:
+        q, gradient, _ = package.block_until_ready(batched(losses[:count], w, direction))
+        return torch.tensor(np.asarray(q)), torch.tensor(np.asarray(gradient))
 
     return run
 
 
 class Contestant(NamedTuple):
-    """A solver."""
+    """A solver; its package is optional, and it may not know a regularizer."""
 
-    label: str
     package: str
-    prepare: Callable[[Case], Run]  # its result is timed
-    seconds: float  # for one element at 84 pairs: a guess before the first measurement
-    growth: float  # times grow like pairs ** growth
+    prepare: Callable[[Case], Run | None]  # its result is timed
 
 
-def _layers(name: str, package: str, settings: Settings, *guess: float) -> Contestant:
-    return Contestant(f"cvxpylayers + {name}", package, partial(layers, settings), *guess)
-
-
-#: diffcp factors a dense matrix over all variables of the cone program. The gradients of Moreau
-#: have few right digits even with tight tolerances; see the residual.
-CONTESTANTS = {
-    "torch_occ": Contestant("torch_occ", "torch_occ", torch_occ, 1e-6, 1.0),
-    "cvxpy": Contestant("cvxpy + Clarabel", "cvxpy", cvxpy, 0.02, 2.2),
-    "scs": _layers("diffcp (SCS)", "diffcp", ACCURATE_SCS, 0.8, 3.0),
-    "clarabel": _layers("diffcp (Clarabel)", "diffcp", ACCURATE_CLARABEL, 0.8, 3.0),
-    "moreau": _layers("Moreau", "moreau", TIGHT_MOREAU, 0.02, 2.0),
-}
+CONTESTANTS = dict(
+    zip(
+        NAMES,
+        (
+            Contestant("torch_occ", partial(torch_occ, "engine")),
+            Contestant("torch_occ", partial(torch_occ, "torch")),
+            Contestant("torch_occ", soft_dynamic_program),
+            Contestant("diffcp", partial(layers, DEFAULT)),
+            Contestant("diffcp", partial(layers, ACCURATE_SCS)),
+            Contestant("diffcp", partial(layers, ACCURATE_CLARABEL)),
+            Contestant("moreau", partial(layers, TIGHT_MOREAU)),
+            Contestant("pounce", pounce),
+            Contestant("jax", jax),
+        ),
+        strict=True,
+    )
+)
 
 
 # -- measuring ------------------------------------------------------------------------------------
 
-Row = dict[str, Any]  # times are seconds for the whole batch, ratios multiples of torch_occ's time
-TIMES, RESIDUALS = ("forward", "backward", "warm"), ("residual_q", "residual_gradient")
-RATIOS = ("ratio_forward", "ratio_backward", "ratio_total", "ratio_warm")
-HEADER = ["size", "batch", "", "forward", "backward", "warm", "KKT q", "KKT grad"]
-HEADER += ["×fwd", "×bwd", "×both", "×warm", "note"]
+
+class Row(NamedTuple):
+    """What one contestant does in one case."""
+
+    contestant: str
+    case: Case
+    measured: int  # elements of the batch
+    seconds: float  # per element, of the quickest run
+    of_q: float  # the residual
+    of_gradient: float  # the relative error
+    note: str = ""
 
 
-class Limits(NamedTuple):
-    """How carefully contestants are measured."""
-
-    repeats: int
-    budget: float  # seconds for one contestant in one cell; a longer batch is measured in part
-    patience: float  # seconds of one step beyond which a contestant is skipped
-
-
-def measure_cell(
-    limits: Limits, case: Case, contestants: list[Contestant], known: dict[str, tuple[int, float]]
+def measure_case(
+    case: Case, contestants: dict[str, Contestant], repeats: int, budget: float
 ) -> list[Row]:
-    """All contestants on one size and batch, in turns.
+    """All contestants in turns; a batch that would take longer than the budget in part.
 
-    `known` has the pairs and the seconds of each contestant's last measurement, for one element.
+    The budget is in seconds, for one run. Who is absent or does not know the regularizer has a note
+    and no numbers.
     """
-    rows, running, trials = {}, {}, {x.label: list[Trial]() for x in contestants}
-    pairs = case.mdp.num_pairs
-    for contestant in contestants:
-        base, took = known.get(contestant.label, (84, contestant.seconds))
-        expected = took * max(pairs / base, 1.0) ** contestant.growth
-        count, note = min(case.batch, max(1, int(limits.budget / expected))), ""
+    running, counts, notes = dict[str, Callable[[], Any]](), dict[str, int](), dict[str, str]()
+    for name, contestant in contestants.items():
         if not util.find_spec(contestant.package):
-            note = f"{contestant.package} is not installed"
-        elif expected > limits.patience:
-            note = f"skipped: a step would take {common.seconds(expected)}"
+            notes[name] = f"{contestant.package} is not installed"
+        elif (run := contestant.prepare(case)) is None:
+            notes[name] = "another regularizer"
         else:
-            note = "" if count == case.batch else f"{count} of {case.batch} measured"
-            running[contestant.label] = (run := contestant.prepare(case)), count
-            if expected < limits.budget / 10:
-                run(1)
-        row: Row = dict(zip(("horizon", "width", "actions"), case.shape, strict=True))
-        row |= {"pairs": pairs, "batch": case.batch, "contestant": contestant.label, "note": note}
-        rows[contestant.label] = row | dict.fromkeys((*TIMES, "total", *RESIDUALS, *RATIOS))
-    for _ in range(limits.repeats):
-        for label, (run, count) in running.items():
-            spent = sum(trial.total for trial in trials[label])
-            if spent * (1 + 1 / max(len(trials[label]), 1)) <= limits.budget:
-                trials[label].append(run(count))
-    for label, done in trials.items():
-        if done:
-            known[label] = pairs, done[-1].total / done[-1].elements
-            rows[label] |= _summarize(case, done)
-    ours = rows[contestants[0].label]
-    for row in rows.values():
-        # Without a warm start, the cold one counts.
-        theirs = (row["forward"], row["backward"], row["total"], row["warm"] or row["forward"])
-        own = (ours["forward"], ours["backward"], ours["total"], ours["warm"])
-        for name, x, y in zip(RATIOS, theirs, own, strict=True):
-            row[name] = x / y if x and y else None
-    return list(rows.values())
+            run(1)  # compiles
+            begun = case.clock()
+            run(1)
+            counts[name] = int(budget / max(case.clock() - begun, 1e-9))
+            counts[name] = max(1, min(case.batch, counts[name]))
+            running[name] = partial(run, counts[name])
+    seconds = common.in_turns(running, repeats, clock=case.clock)
+    rows = []
+    for name, count in counts.items():
+        rows.append(Row(name, case, count, seconds[name] / count, *case.judge(*running[name]())))
+    nothing = float("nan")
+    return rows + [
+        Row(name, case, 0, nothing, nothing, nothing, why) for name, why in notes.items()
+    ]
 
 
-def _summarize(case: Case, trials: list[Trial]) -> Row:
-    """Medians, scaled up to the whole batch, and the residuals of the first element."""
-    first = trials[0]
-    row: Row = {"measured": first.elements, "repeats": len(trials)}
-    for name in TIMES:
-        found = [getattr(trial, name) for trial in trials]
-        row[name] = statistics.median(found) * case.batch / first.elements if found[0] else None
-    row["total"] = row["forward"] + row["backward"] if row["backward"] else None
-    t, (direction, losses, _) = torch.tensor(case.t, dtype=torch.float64), case.losses
-    judge = Equations(case.mdp, case.regularizer, losses[0], t)
-    row["residual_q"] = judge.residual_of_q(first.q[0])
-    if first.gradient is not None and case.mdp.num_pairs <= 2000:  # larger ones are not judged
-        residual = judge.residual_of_gradient(first.q[0], direction, first.gradient[0])
-        row["residual_gradient"] = residual
-    return row
+def cases(sizes: Sequence[Shape], batch: int, clock: Callable[[], float]) -> Iterator[Case]:
+    """All scales at all sizes."""
+    for shape in sizes:
+        for scales, weight, height in CASES:
+            yield Case(shape, batch, scales, weight, height, clock=clock)
 
 
 def measure_rivals(
-    names: tuple[str, ...], cases: Iterable[Case], limits: Limits, path: Path
+    names: Sequence[str], given: Iterable[Case], repeats: int, budget: float, path: Path
 ) -> list[Row]:
-    """All cells; the CSV grows with each of them."""
-    contestants = [CONTESTANTS[name] for name in ("torch_occ", *names)]
-    rows, known = list[Row](), dict[str, tuple[int, float]]()
-    for case in cases:
-        cell = measure_cell(limits, case, contestants, known)
-        rows += cell
-        for row in cell:
-            print("  ".join(x for x in cells(row) if x not in ("", "-")))
-        common.write_csv(path, rows)
+    """All cases; the CSV grows with each of them."""
+    rows = list[Row]()
+    for case in given:
+        rows += measure_case(case, {name: CONTESTANTS[name] for name in names}, repeats, budget)
+        common.write_csv(path, [_flat(row) for row in rows])
     return rows
 
 
-def cells(row: Row) -> list[str]:
-    """As printed; ~ marks times that are scaled up from part of the batch."""
-
-    def multiple(x: float | None) -> str:
-        return "-" if not x else f"{x:.1f}" if x < 10 else f"{x:,.0f}"
-
-    scaled = "" if row.get("measured") == row["batch"] else "~"
-    line = [f"({row['horizon']}, {row['width']}, {row['actions']})", str(row["batch"])]
-    line += [row["contestant"]]
-    line += [scaled + common.seconds(row[name]) if row[name] else "-" for name in TIMES]
-    line += [f"{row[name]:.0e}" if row[name] is not None else "-" for name in RESIDUALS]
-    return [*line, *(multiple(row[name]) for name in RATIOS), row["note"]]
+def _flat(row: Row) -> dict[str, Any]:
+    case = row.case
+    about = {"size": case.shape, "scales": case.scales, "weight": case.weight}
+    return about | {"height": case.height, **row._asdict(), "case": case.batch}
 
 
-def draw_rivals(rows: list[Row]) -> Figure:
-    """Seconds per step, forward and backward together, over the batch; one panel per size."""
-    shapes = list(dict.fromkeys((x["horizon"], x["width"], x["actions"]) for x in rows))
-    names = list(dict.fromkeys(row["contestant"] for row in rows if row["forward"]))
-    figure = common.new_figure(3.4 * len(shapes) + 1.2, 4.4)
-    panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)[0]
-    batches = sorted({row["batch"] for row in rows})
-    for panel, shape in zip(panels, shapes, strict=True):
-        here = [x for x in rows if (x["horizon"], x["width"], x["actions"]) == shape]
-        for i, name in enumerate(names):
-            mine = [row for row in here if row["contestant"] == name and row["forward"]]
-            x = [row["batch"] for row in mine]
-            y = [(row["total"] or row["forward"]) / row["batch"] for row in mine]
-            label = name + ", no gradient" * (not any(row["backward"] for row in mine))
-            panel.plot(x, y, color=f"C{i}", linewidth=1.4 + (i == 0), label=label)
-            faces = [f"C{i}" if row["measured"] == row["batch"] else "white" for row in mine]
-            panel.scatter(x, y, edgecolors=f"C{i}", c=faces, zorder=4)
-        title = "horizon {}, width {}, {} actions".format(*shape)
-        common.tidy(panel, xscale="log", yscale="log", xlabel="batch", title=title)
-        panel.set_xticks(batches, [str(batch) for batch in batches], minor=False)
-        panel.minorticks_off()
-    panels[0].set_ylabel("seconds per step, forward + backward")
-    common.legend_below(figure, panels[0])
-    title = "One FTRL step and its gradient (hollow: scaled up from part of the batch)"
-    figure.suptitle(title, fontsize=11)
-    return figure
+def rivals_table(rows: list[Row]) -> str:
+    """Per scales: the middle time per element, and the least and largest error of gradients."""
+    groups = list(dict.fromkeys((row.case.shape, row.case.scales) for row in rows))
+    header, body = ["", *(f"{shape}, {scales}" for shape, scales in groups)], []
+    for name in dict.fromkeys(row.contestant for row in rows):
+        line = [name]
+        for group in groups:
+            mine = [x for x in rows if (x.case.shape, x.case.scales) == group]
+            mine = [row for row in mine if row.contestant == name and row.measured]
+            times = sorted(row.seconds for row in mine)
+            errors = sorted(row.of_gradient for row in mine)
+            span = " to ".join(dict.fromkeys(f"{x:.0e}" for x in errors[:1] + errors[-1:]))
+            middle = common.seconds(times[len(times) // 2]) if times else ""
+            line.append(f"{middle}, {span}" if mine else "-")
+        body.append(line)
+    return common.table(header, body)

@@ -13,7 +13,7 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -208,17 +208,12 @@ def run_task(args: Args, task: Task, directory: Path, level: float) -> list[Verd
 
 
 def draw(verdicts: list[Verdict], shown: Verdict) -> Figure:
-    """The learning curves, the policy of `shown` on the map, and its returns in the environment."""
+    """The learning curves, the policy of `shown` on a lake, and its returns in the environment."""
     task, mdp = shown.task, shown.task.mdp
-    maps = panels(task.env, mdp, shown.q)
-    wide = 2.2 if "Cliff" in task.world.id else 1.0
-    size = (7.4 + 3.1 * wide * len(maps), 3.5)
-    figure = common.new_figure(*size)
-    axes = figure.subplots(1, 2 + len(maps), width_ratios=[1.15, *[wide] * len(maps), 1.05])
+    figure = common.new_figure(10.5, 3.5)
+    axes = figure.subplots(1, 3, width_ratios=[1.15, 1.0, 1.05])
     draw_learning(axes[0], verdicts, shown)
-    seen = visits(mdp, shown.q, int(task.env.observation_space.n))
-    for place, panel in zip(axes[1:-1], maps, strict=True):
-        draw_policy(place, task.env, panel, seen)
+    draw_policy(axes[1], task.env.unwrapped.desc, visits(mdp, shown.q))
     draw_returns(axes[-1], shown)
     for place in (axes[0], axes[-1]):
         below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
@@ -273,59 +268,17 @@ def draw_returns(axes: Any, shown: Verdict) -> None:
 # On the map, a layered policy with an arrow for every step and square is shown by its mean,
 # weighted by visits: pi(a | s) = sum_k q_k(s, a) / sum_k q_k(s).
 
-INK, WALL, CLIFF, GOAL, START = "#1F2430", "#39404F", "#E9C7C1", "#F2C14E", "#5B8E7D"
-LAKE, CLIFFS, TAXI = "FrozenLake", "CliffWalking", "Taxi"
+INK, WALL, GOAL, START = "#1F2430", "#39404F", "#F2C14E", "#5B8E7D"
 
-#: (row, column) of every action that moves; the other actions of a taxi are drawn as letters.
-MOVES = {
-    LAKE: {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)},
-    CLIFFS: {0: (-1, 0), 1: (0, 1), 2: (1, 0), 3: (0, -1)},
-    TAXI: {0: (1, 0), 1: (-1, 0), 2: (0, 1), 3: (0, -1)},
-}
+#: (row, column) of every action.
+MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
 
 
-def family(env: Any) -> str:
-    """Which of the three grid worlds an environment is."""
-    return type(env.unwrapped).__name__.removesuffix("Env")
-
-
-def visits(
-    mdp: occ.LayeredMDP, q: Tensor, num_states: int
-) -> np.ndarray[Any, np.dtype[np.float64]]:
+def visits(mdp: occ.LayeredMDP, q: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
     """sum_k q_k(s, a) by the environment's own states, `(S, A)`."""
     alive = mdp.origin >= 0  # the others stand for the end of an episode
-    total = torch.zeros(num_states, mdp.num_actions, dtype=q.dtype)
+    total = torch.zeros(64, mdp.num_actions, dtype=q.dtype)  # the largest lake
     return total.index_add(0, mdp.origin[alive], q[alive]).numpy()
-
-
-class Panel(NamedTuple):
-    """One map: which squares it shows, by the environment's states, and its title."""
-
-    title: str
-    squares: dict[int, tuple[int, int]]  # state -> (row, column)
-
-
-def panels(env: Any, mdp: occ.LayeredMDP, q: Tensor) -> list[Panel]:
-    """One map for the lake and the cliff; two for a taxi.
-
-    The two maps of a taxi show the trip of the most frequent passenger, before and after the
-    passenger is aboard.
-    """
-    base = env.unwrapped
-    kind = family(env)
-    if kind != TAXI:
-        rows, columns = base.desc.shape if kind == LAKE else base.shape
-        return [Panel("", {s: divmod(s, columns) for s in range(rows * columns)})]
-    first = int(mdp.origin[int(mdp.initial.argmax())])
-    _, _, passenger, destination = base.decode(first)
-    names = "RGYB"
-    stages = {f"to the passenger at {names[passenger]}": passenger}
-    stages[f"from {names[passenger]} to {names[destination]}, passenger aboard"] = len(base.locs)
-    squares = [(row, column) for row in range(5) for column in range(5)]
-    return [
-        Panel(title, {base.encode(r, c, place, destination): (r, c) for r, c in squares})
-        for title, place in stages.items()
-    ]
 
 
 def square(axes: Any, row: int, column: int, colour: Any, text: str = "", **look: Any) -> None:
@@ -336,65 +289,32 @@ def square(axes: Any, row: int, column: int, colour: Any, text: str = "", **look
     axes.text(column, row, text, ha="center", va="center", fontsize=8, color=ink, zorder=2)
 
 
-def draw_policy(
-    axes: Any, env: Any, panel: Panel, seen: np.ndarray[Any, np.dtype[np.float64]]
-) -> None:
+def draw_policy(axes: Any, lake: Any, seen: np.ndarray[Any, np.dtype[np.float64]]) -> None:
     """The map, shaded by visits per episode, with arrows for actions.
 
     The shade follows the square root of the visits. The length of an arrow is the probability of
     its action.
     """
     white, blue = np.array(to_rgb("#FFFFFF")), np.array(to_rgb("#9CC3E6"))
-    for state, (row, column) in panel.squares.items():
-        share = min(1.0, float(seen[state].sum())) ** 0.5
-        square(axes, row, column, tuple(white + share * (blue - white)))
-    draw_landmarks(axes, env)
-    for state, (row, column) in panel.squares.items():
+    marks = {b"H": (WALL, "hole"), b"G": (GOAL, "goal")}
+    for state, ((row, column), letter) in enumerate(np.ndenumerate(lake)):
         total = float(seen[state].sum())
-        if total < 1e-3:
+        shade = tuple(white + min(1.0, total) ** 0.5 * (blue - white))
+        square(axes, row, column, *marks.get(letter, (shade,)))
+        if total < 1e-3 or letter in marks:
             continue
         look: dict[str, Any] = {"color": INK, "alpha": 0.25 + 0.75 * min(1.0, total) ** 0.5}
-        for action, probability in enumerate(seen[state] / total):
-            move = MOVES[family(env)].get(action)
-            if move is not None and probability > 0.03:
+        for move, probability in zip(MOVES, seen[state] / total, strict=True):
+            if probability > 0.03:
                 down, right = (0.36 * probability * x for x in move)
                 head: dict[str, Any] = {"width": 0.035, "head_width": 0.16, "head_length": 0.11}
                 axes.add_patch(FancyArrow(column, row, right, down, lw=0, zorder=3, **head, **look))
-            elif move is None and probability > 0.25:
-                word = "pick up" if action == 4 else "drop off"
-                axes.text(column, row + 0.33, word, ha="center", fontsize=6.5, zorder=4, **look)
-    rows, columns = (1 + max(x) for x in zip(*panel.squares.values(), strict=True))
+    ring = {"facecolor": "none", "edgecolor": START, "linewidth": 1.6, "zorder": 2}
+    axes.add_patch(Circle((0, 0), 0.44, **ring))
+    rows, columns = lake.shape
     limits = {"xlim": (-0.55, columns - 0.45), "ylim": (rows - 0.45, -0.55)}
     axes.set(aspect="equal", xticks=[], yticks=[], **limits)
-    axes.set_title(panel.title, fontsize=9)
     axes.spines[:].set_visible(False)
-
-
-def draw_landmarks(axes: Any, env: Any) -> None:
-    """Start, goal, holes and cliff; for a taxi, its places and walls."""
-    base, kind = env.unwrapped, family(env)
-    ring = {"facecolor": "none", "edgecolor": START, "linewidth": 1.6, "zorder": 2}
-    if kind == LAKE:
-        for (row, column), letter in np.ndenumerate(base.desc):
-            if letter in b"HG":
-                colour, word = (WALL, "hole") if letter == b"H" else (GOAL, "goal")
-                square(axes, row, column, colour, word, zorder=1.5)
-        axes.add_patch(Circle((0, 0), 0.44, **ring))
-    elif kind == CLIFFS:
-        for row, column in np.argwhere(base._cliff).tolist():
-            square(axes, row, column, CLIFF, "cliff" if column in (2, 6, 10) else "", zorder=1.5)
-        square(axes, 3, 11, GOAL, "goal", zorder=1.5)
-        axes.add_patch(Circle((0, 3), 0.44, **ring))
-    else:
-        colours = ("#E76F6F", "#6FBF73", "#E5C454", "#6F8FE7")
-        for (row, column), name, colour in zip(base.locs, "RGYB", colours, strict=True):
-            square(axes, row, column, "none", edgecolor=colour, linewidth=2.2, zorder=2)
-            place = {"ha": "center", "va": "center", "weight": "bold"}
-            axes.text(column - 0.3, row - 0.26, name, fontsize=8, color=colour, **place)
-        for row, column in np.ndindex(5, 4):
-            if base.desc[1 + row, 2 * column + 2] == b"|":
-                x, y = [column + 0.5] * 2, [row - 0.5, row + 0.5]
-                axes.plot(x, y, color=INK, linewidth=2.4, solid_capstyle="round", zorder=2.5)
 
 
 def main(args: Args) -> Path:
@@ -406,7 +326,7 @@ def main(args: Args) -> Path:
     verdicts: list[Verdict] = []
     for task in tasks:
         found = run_task(args, task, directory, level)
-        for verdict in found:
+        for verdict in found if "Lake" in task.world.id else ():
             name = f"{common.slug(task.name)}__{common.slug(verdict.learner)}.png"
             common.write_figure(directory / name, draw(found, verdict))
         verdicts += found
@@ -426,7 +346,7 @@ def main(args: Args) -> Path:
     print(common.table(header, cells, left=(0, 2)))
     agreeing = f"{sum(row['agrees'] for row in rows)} of {len(rows)} predictions"
     print(f"\n{agreeing} lie in the intervals, which hold together with probability 99 %.")
-    print(f"written to {directory}: a figure for every policy, gym_control.csv and config.json;")
+    print(f"written to {directory}: figures of the lakes, gym_control.csv and config.json;")
     print("every game has its own directory with a history and a TensorBoard log")
     return directory
 

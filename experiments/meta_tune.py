@@ -275,7 +275,6 @@ def rivals(args: Args, directory: Path) -> list[str]:
             f"{name}: {found.played} points, {common.seconds(found.seconds)} of processor time"
         )
     regrets = {name: held_out(args, setting) for name, (setting, _) in candidates.items()}
-    common.write_figure(directory / "rivals.png", draw_rivals(args, regrets, candidates))
     header = ["", *BOX, "processor time", *(f"MDP {number}" for number in args.held_out)]
     cells = []
     for name, (setting, took) in candidates.items():
@@ -299,37 +298,6 @@ def setting_of(tuned: occ.tuning.Tuned) -> Setting:
 def held_out(args: Args, setting: Setting) -> Tensor:
     """Final regrets in the stochastic worlds of the held-out MDPs, `(MDPs, seeds)`."""
     return torch.stack([simulated(args, number, setting, args.seeds) for number in args.held_out])
-
-
-def draw_rivals(
-    args: Args, regrets: dict[str, Tensor], candidates: dict[str, tuple[Setting, float]]
-) -> Figure:
-    """Left: mean regret on held-out MDPs over the time of the search. Right: each MDP.
-
-    On the right, regret is relative to that of the tuned setting.
-    """
-    figure = common.new_figure(11, 4.2)
-    left, right = figure.subplots(1, 2)
-    searched = [name for name, (_, took) in candidates.items() if took]
-    unit = regrets[TUNED].mean(1)
-    for i, name in enumerate(searched):
-        found, whole = regrets[name], occ.game.Mean.of(regrets[name].mean(0))
-        look = {"color": COLOURS[i + 1], "marker": "*" if name == TUNED else "o", "capsize": 3}
-        look |= {"markersize": 13 if name == TUNED else 7, "linestyle": "none"}
-        error = [1.96 * whole.standard_error]
-        left.errorbar([candidates[name][1]], [whole.mean], error, label=name, **look)
-        x = np.arange(len(found)) + 0.12 * (i - (len(searched) - 1) / 2)
-        errors = 1.96 * found.std(1) / found.shape[1] ** 0.5
-        right.errorbar(x, found.mean(1) / unit, errors / unit, **look)
-    right.axhspan(0.95, 1.05, color="0.92", zorder=0)
-    right.axhline(1.0, color="0.5", linewidth=0.8, zorder=0)
-    right.set_xticks(range(args.test), [f"MDP {number}" for number in args.held_out])
-    left.set(xlabel="processor time spent on the search, s", title="mean over held-out MDPs")
-    common.tidy(left, xscale="log", ylim=(0, None), ylabel=f"regret at T = {args.episodes:,}")
-    title = f"each held-out MDP, {args.seeds} seeds, 95 % (grey: within 5 %)"
-    common.tidy(right, ylabel="regret relative to the tuned setting", title=title)
-    left.legend(frameon=False, fontsize="small")
-    return figure
 
 
 def main(args: Args) -> Path:

@@ -1,7 +1,10 @@
 """The scripts from the command line, in their smallest configuration."""
 
 import csv
+import itertools
 import json
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from documents import ROOT
@@ -10,8 +13,7 @@ from scripts import PNG, only_directory, run
 import torch_occ as occ
 from experiments import benchmark
 from experiments.benchmark import measure_batches, measure_long, measure_loop
-from experiments.common import seconds
-from experiments.contestants import CONTESTANTS, Case, Limits, cells, measure_cell
+from experiments.contestants import CONTESTANTS, ENTROPY, PAPER, Case, measure_case
 
 
 def check_gradients(printed: str) -> None:
@@ -31,10 +33,7 @@ PLAYED = [
 
 def test_step(tmp_path):
     printed = run("step", *SMALL, "--num-actions", "2", "--no-cross-check", "--root", str(tmp_path))
-    found = only_directory(tmp_path, "step")
-    assert (found / "step.png").read_bytes().startswith(PNG)
     assert "Newton steps" in printed
-    assert str(found) in printed
     check_gradients(printed)
 
 
@@ -61,19 +60,20 @@ def test_constrained(tmp_path):
 
 
 def test_benchmark(tmp_path):
-    sizes = "--sizes 2 2 2 2 2 3 --batches 1 2 --repeats 1 --rivals cvxpy --sections rivals"
-    run("benchmark", *sizes.split(), "--root", str(tmp_path))
-    found = only_directory(tmp_path, "benchmark")
-    assert (found / "benchmark.png").read_bytes().startswith(PNG)
-    with (found / "benchmark.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    cells = [(row["actions"], row["batch"]) for row in rows if row["contestant"] == "torch_occ"]
-    assert cells == [("2", "1"), ("2", "2"), ("3", "1"), ("3", "2")]
-    assert len(rows) == 8
-    for row in rows:
-        assert float(row["residual_q"]) < 1e-9
-        assert float(row["forward"]) > 0
-        assert (row["backward"] == "") == (row["contestant"] != "torch_occ")
+    more = (
+        "--batch 2 --repeats 1 --sizes 2 2 2 --sections rivals --rivals engine soft-DP POUNCE JAX"
+    )
+    printed = run("benchmark", *more.split(), "--root", str(tmp_path))
+    assert "| engine " in printed
+    with (only_directory(tmp_path, "benchmark") / "benchmark.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if int(row["measured"])]
+    counts = Counter(row["contestant"] for row in rows)
+    assert (counts["engine"], counts["soft-DP"]) == (9, 4)  # soft-DP knows the entropy only
+    for row in rows:  # packages that are not installed are left out
+        assert float(row["of_q"]) < 1e-9
+        if (row["scales"], row["weight"]) != (ENTROPY, "0.05"):  # there gradients nearly vanish
+            assert float(row["of_gradient"]) < (1e-5 if row["contestant"] == "POUNCE" else 1e-9)
+        assert float(row["seconds"]) > 0
 
 
 def test_a_release_is_recorded_and_drawn_with_the_earlier_ones(tmp_path, monkeypatch):
@@ -98,41 +98,21 @@ def test_this_release_is_recorded():
 # -- the benchmark's rules ------------------------------------------------------------------------
 
 
-def slow(asked):
-    """A contestant that is thought to be slow, and notes how many elements are asked of it."""
-    ours = CONTESTANTS["torch_occ"]
-
-    def prepare(case):
-        run = ours.prepare(case)
-        return lambda count: asked.append(count) or run(count)
-
-    return ours._replace(label="slow", seconds=10.0, prepare=prepare)
+def test_a_batch_beyond_the_budget_is_measured_in_part():
+    case = Case((2, 2, 2), 8, ENTROPY, 1.0, 1.0)
+    ticks = itertools.count()
+    slow = replace(case, clock=lambda: float(next(ticks)))  # every run takes a second
+    (row,) = measure_case(slow, {"engine": CONTESTANTS["engine"]}, 1, budget=2.5)
+    assert row.measured == 2
+    assert row.seconds == 0.5
 
 
-def test_a_batch_beyond_the_budget_is_measured_in_part_and_says_so():
-    asked = []
-    contestants = [CONTESTANTS["torch_occ"], slow(asked)]
-    rows = measure_cell(Limits(1, 25.0, 600.0), Case((2, 2, 2), 8, 0, 10.0), contestants, {})
-    assert asked == [2]
-    assert (rows[1]["measured"], rows[1]["note"]) == (2, "2 of 8 measured")
-    assert cells(rows[1])[3].startswith("~")
-    assert rows[0]["measured"] == 8
-
-
-def test_who_is_too_slow_or_absent_is_skipped_with_the_reason():
-    ours, scs = CONTESTANTS["torch_occ"], CONTESTANTS["scs"]
-    absent = ours._replace(label="absent", package="no_such_package")
-    case = Case((2, 2, 2), 1, 0, 10.0)
-    known = {scs.label: (case.mdp.num_pairs, 10.0)}
-    rows = measure_cell(Limits(1, 60.0, 5.0), case, [ours, scs, absent], known)
-    assert rows[1]["note"].startswith("skipped: a step would take 10 s")
-    assert rows[2]["note"] == "no_such_package is not installed"
-    assert rows[1]["forward"] is rows[2]["forward"] is rows[1]["ratio_total"] is None
-    # A guess grows with the problem.
-    large = Case((3, 6, 4), 1, 0, 10.0)
-    (row,) = measure_cell(Limits(1, 60.0, 5.0), large, [scs], known)
-    expected = seconds(10 * (large.mdp.num_pairs / case.mdp.num_pairs) ** 3)
-    assert row["note"] == f"skipped: a step would take {expected}"
+def test_who_is_absent_or_knows_another_regularizer_has_the_reason():
+    absent = CONTESTANTS["engine"]._replace(package="no_such_package")
+    given = {"absent": absent, "soft-DP": CONTESTANTS["soft-DP"]}
+    rows = measure_case(Case((2, 2, 2), 1, PAPER, 0.0, 10.0), given, 1, 1.0)
+    notes = [(row.measured, row.note) for row in rows]
+    assert notes == [(0, "no_such_package is not installed"), (0, "another regularizer")]
 
 
 # -- the section "engine" -------------------------------------------------------------------------

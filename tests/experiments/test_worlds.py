@@ -46,7 +46,7 @@ def test_gym_control(tmp_path, capsys):
         30 * float(rows[2]["regret_in_losses"])
     )
     figures = list(directory.glob("*.png"))
-    assert len(figures) == 4
+    assert len(figures) == 2  # of the lake
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures)
     assert "4 of 4 predictions" in capsys.readouterr().out
     assert json.loads((directory / "config.json").read_text())["rollouts"] == 50

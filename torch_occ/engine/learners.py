@@ -285,6 +285,8 @@ class CompiledShifted(NamedTuple):
     budget: float
     rule: int
     threshold: float
+    in_game: bool
+    reach: PerPair  # in a game, the sum of 1{s} / q(s)
     mean: PerPair
     loss: PerPair  # of the step
     last: PerPair  # e_{t-1}
@@ -317,15 +319,31 @@ def _observe_shifted(game: Game, t: int, tally: Tally, learner: Any, work: Work)
     if hinted:
         for i in range(len(learner.q)):
             learner.mean[i] = where(learner.q[i] >= least, learner.mean[i], 0.0)
-            learner.cumulative_loss[i] += learner.mean[i]
+            if not learner.in_game:
+                learner.cumulative_loss[i] += learner.mean[i]
     for n in range(len(game.pairs)):
         own = lane(learner, n)
         for k in range(game.pairs.shape[1]):
-            i, loss = game.pairs[n, k], game.losses[n, k]
+            i, loss, state = game.pairs[n, k], game.losses[n, k], game.states[n, k]
+            if learner.in_game:
+                if state < 0:  # the player did not get there
+                    continue
+                reach_state(state, game.model.num_actions, hinted, own)
             hint = own.mean[i] if hinted else 0.0
             own.cumulative_loss[i] += (loss - hint) / own.q[i]
             own.losses[i] += loss
             own.visits[i] += 1.0
+
+
+@routine
+def reach_state(state: int, num_actions: int, hinted: bool, learner: CompiledShifted) -> None:
+    """Note a visit of a state in a game, where hints count 1{s visited} / q(s) times."""
+    first, total = state * num_actions, 0.0
+    for i in range(first, first + num_actions):
+        total += learner.q[i]
+    for i in range(first, first + num_actions):
+        learner.reach[i] += 1.0 / total
+        learner.cumulative_loss[i] += learner.mean[i] / total if hinted else 0.0
 
 
 @routine
@@ -347,13 +365,15 @@ def write_shift(model: Model, episode: float, learner: CompiledShifted) -> Any:
     for k in range(len(learner.stability)):
         most = learner.cap * (1.0 + learner.stability[k])
         for i in range(start[k] * num_actions, start[k + 1] * num_actions):
-            learner.last[i] = learner.shift[i]
+            learner.last[i], mean = learner.shift[i], learner.mean[i]
             if model.exists[at.PAIR, i]:
                 mean = learner.losses[i] / (1.0 + learner.visits[i])
-                apart = times * mean - learner.cumulative_loss[i]
                 learner.mean[i] = mean
+                if learner.in_game:
+                    mean *= learner.reach[i] / max(episode - 1.0, 1.0)
+                apart = times * mean - learner.cumulative_loss[i]
                 learner.shift[i] = max(min(apart, most), -most) * share
-            hint = learner.mean[i] if hinted else 0.0
+            hint = mean if hinted else 0.0
             learner.loss[i] = learner.cumulative_loss[i] + learner.shift[i] + hint
     return room
 

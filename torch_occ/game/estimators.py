@@ -18,6 +18,7 @@ class Feedback(NamedTuple):
     actions: Tensor  # (N, L)
     losses: Tensor  # (N, L)
     table: Tensor | None  # (N, S, A), the whole loss function; only under full information
+    reached: Tensor | None = None  # (N, L), in games: the layers that the player got to
 
     def scatter(self, values: Tensor, like: Tensor) -> Tensor:
         """Put values `(N, L)` on the visited pairs of a table `(N, S, A)`, zero elsewhere."""

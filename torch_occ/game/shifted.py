@@ -36,17 +36,9 @@ GAMMA, CAP, BUDGET = 0.85, 2.0, 4.0
 class ShiftedFTRL(FTRL):
     """FTRL whose cumulative loss is moved towards t m, the means, within a budget.
 
-    Estimates Lhat are right in every world, and noisy: few observations of a rare action decide.
-    The means m of all observations are quieter, and wrong where losses change. The step is taken
-    with Lhat + m + e: m predicts the next loss, and the shift e leads from Lhat towards the means.
-    It is at most c (1 + B) per layer, where B is the stability term of FTRL itself. The ledger X
-    is what the shift has cost. Its limit is b (1 + B). So the regret is that of the 1/2-Tsallis
-    entropy, and at most
-
-        (8 gamma + 1/gamma + 2 (b + 3c)) sqrt(L S A T) + b + 3 c L
-
-    against any adversary (Theorem A), and O(log T + sqrt(C log T)) where losses are stochastic,
-    with corruption C (Theorem B). docs/adaptive.md has the proofs; `guarantee` says whether they
+    The regret is at most (8 gamma + 1/gamma + 2 (b + 3c)) sqrt(L S A T) + b + 3 c L against any
+    adversary (Theorem A), and O(log T + sqrt(C log T)) where losses are stochastic, with corruption
+    C (Theorem B). docs/adaptive.md explains and proves it; `guarantee` says whether the theorems
     hold for the settings, and `torch_occ.theory.shifted` evaluates them.
 
     Args:
@@ -71,6 +63,7 @@ class ShiftedFTRL(FTRL):
     """
 
     compiled = lambda: later("game.players").learners.CompiledShifted  # noqa: E731
+    in_game = False  # whether others decide, too, which states are visited; `self_play` sets it
 
     def __init__(
         self,
@@ -112,14 +105,20 @@ class ShiftedFTRL(FTRL):
         self.state |= {name: zero.clone() for name in ("visits", "losses", "shift")}
         self.state |= {name: zero[:, 0, 0].clone() for name in ("ledger", "refused")}
         self.state["stability"] = zero.new_zeros(num_seeds, self.mdp.horizon)
+        if self.in_game:
+            self.state["reach"] = zero.clone()
 
     def mean(self) -> Tensor:
         """m, `(N, S, A)`."""
         return self.state["losses"] / (1 + self.state["visits"])
 
+    def prediction(self, t: int) -> Tensor:
+        """Of the losses of episode t: m; in a game, times the mean of 1{s visited} / q(s)."""
+        return self.mean() * (self.state["reach"] / max(t - 1, 1) if self.in_game else 1.0)
+
     def hint(self, t: int) -> Tensor:
-        """What predicts the losses of episode t: m, or 0 before hints begin."""
-        return self.mean() * (t >= self.threshold)
+        """The prediction in the loss of the step, 0 before hints begin."""
+        return self.prediction(t) * (t >= self.threshold)
 
     def room(self) -> Tensor:
         """b (1 + B), the limit of the ledger, `(N,)`."""
@@ -132,7 +131,7 @@ class ShiftedFTRL(FTRL):
     def propose(self, t: int) -> Tensor:
         state, last, room = self.state, self.state["shift"], self.room()
         most = self.cap * (1 + state["stability"])[:, self.mdp.layer].unsqueeze(-1)
-        apart = (t - (t >= self.threshold)) * self.mean() - state["cumulative_loss"]
+        apart = (t - (t >= self.threshold)) * self.prediction(t) - state["cumulative_loss"]
         share = torch.ones_like(room)
         if self.ledger == "hard":
             share[(state["ledger"] > room) | (state["refused"] > 0)] = 0.0
@@ -160,13 +159,19 @@ class ShiftedFTRL(FTRL):
         roots = (q / t).sqrt() * (1 - policy_of(self.mdp, q))
         parts = self.mdp.split(roots.sum(-1), -1)
         state["stability"] = state["stability"] + torch.stack([x.sum(-1) for x in parts], -1)
-        hint = self.hint(t) * (q >= self.threshold / t)
-        excess = (losses - feedback.gather(hint)) / feedback.gather(q)
-        estimate = hint + feedback.scatter(excess, q)
+        hint = self.mean() * (t >= self.threshold) * (q >= self.threshold / t)
+        seen = torch.ones_like(losses) if feedback.reached is None else feedback.reached.to(q)
+        odds = feedback.gather(q if feedback.table is None else torch.ones_like(q))
+        estimate = feedback.scatter(seen * (losses - feedback.gather(hint)) / odds, q)
+        if self.in_game:
+            here = feedback.scatter(seen, q).sum(-1, keepdim=True)
+            here = here / q.sum(-1, keepdim=True).where(here > 0, 1.0)
+            state["reach"], hint = state["reach"] + here, hint * here
+        estimate = hint + estimate
         check_estimate(self.mdp, self.estimator, estimate, t, len(q))
         state["cumulative_loss"] = state["cumulative_loss"] + estimate
-        for name, seen in (("visits", torch.ones_like(losses)), ("losses", losses)):
-            state[name] = state[name] + feedback.scatter(seen, q)
+        for name, x in (("visits", seen), ("losses", losses)):
+            state[name] = state[name] + feedback.scatter(x, q)
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"rule": get_args(Ledger).index(self.ledger)}

@@ -19,7 +19,6 @@ from torch_occ.game.callbacks import Callback
 from torch_occ.game.history import Curves, History
 from torch_occ.game.learners import FTRL, FixedPolicy, FollowTheLeader, Learner
 from torch_occ.game.losses import BernoulliLosses
-from torch_occ.game.shifted import ShiftedFTRL
 from torch_occ.game.simulate import simulate
 from torch_occ.games.tree import ExtensiveGame, GamePolicy, Treeplex
 from torch_occ.mdp.layered import LayeredMDP
@@ -188,16 +187,16 @@ class MatchPlayer:
             table = game.loss(i, qs[1 - i]) if match.full else None
             if table is not None:  # as if every pair had been visited
                 pairs, losses = torch.arange(q[0].numel()).expand(len(q), -1), table.flatten(-2)
+                reached = None
             else:
                 parts = zip(x.mdp.split(q, -2), x.mdp.layer_slices, strict=True)
                 likely = [part.flatten(-2).argmax(-1) + k.start * q.shape[-1] for part, k in parts]
-                path = match.paths[i][end]
-                pairs = path.where(path >= 0, torch.stack(likely, -1))
-                last = (path >= 0) & (path == game.last_pairs[i][end, None])
-                losses = match.losses[i][end, None].where(last, 0.0)
-            shown.append(
-                estimators.Feedback(pairs // q.shape[-1], pairs % q.shape[-1], losses, table)
-            )
+                path, last = match.paths[i][end], game.last_pairs[i][end, None]
+                reached = path >= 0
+                pairs = path.where(reached, torch.stack(likely, -1))
+                losses = match.losses[i][end, None].where(reached & (path == last), 0.0)
+            at = pairs // q.shape[-1], pairs % q.shape[-1]
+            shown.append(estimators.Feedback(*at, losses, table, reached))
         none = torch.zeros(len(numbers), 1)
         run.tally(0 * run.q, estimators.Feedback(none, none, none, None))
         for learner, q, feedback in zip(match.learners, qs, shown, strict=True):
@@ -215,16 +214,17 @@ def _prepared(plex: Treeplex, player: int, learner: Any, full: bool) -> Learner:
             f"game.treeplex({player}).mdp"
         )
     found: Any = learner.copy()
+    found.in_game = not full  # for `ShiftedFTRL`
     fits = isinstance(found, FixedPolicy) or (full and isinstance(found, FollowTheLeader))
-    if full and isinstance(found, FTRL) and not isinstance(found, ShiftedFTRL):
+    if full and isinstance(found, FTRL):
         found.estimator, fits = estimators.FullInformation(), True
-    elif isinstance(found, FTRL) and not (full or getattr(found, "hints", False)):
+    elif isinstance(found, FTRL):
         known = estimators.ImportanceWeighted, estimators.ImplicitExploration
         fits = type(found.estimator) in known
     if not fits and type(found).__module__.startswith("torch_occ."):
         raise ValueError(
             f"learners: {name} does not learn from {kind} in a game; use occ.FTRL, for bandit "
-            "feedback with importance weights or implicit exploration, and without hints"
+            "feedback with importance weights or implicit exploration"
         )
     return found
 

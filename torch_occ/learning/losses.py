@@ -521,6 +521,16 @@ def moves_of(mdp: LayeredMDP) -> Tensor:
     return torch.cat(found)
 
 
+def probability_table(mdp: LayeredMDP) -> Tensor:
+    """Return the initial distribution and all transitions as one table, `(*batch, moves)`."""
+    given = zip(mdp.probabilities[:-1], event_dims_of(mdp), strict=False)
+    parts = [p.flatten(-dims) for p, dims in given]
+    return torch.cat([p.expand(*mdp.batch_shape, -1) for p in parts], -1)
+
+
+known_table = remembered(probability_table)
+
+
 def arrivals(
     mdp: LayeredMDP, states: Tensor, actions: Tensor, seen: Tensor | None = None
 ) -> Tensor:
@@ -532,10 +542,8 @@ def arrivals(
     moves = pair[..., :-1] * mdp.num_states + states[..., 1:]
     wanted = torch.cat([states[..., :1] - mdp.num_states, moves], -1).long()
     entry = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
-    parts = [
-        p.flatten(-n) for p, n in zip(mdp.probabilities[:-1], event_dims_of(mdp), strict=False)
-    ]
-    table = torch.cat([p.expand(*mdp.batch_shape, -1) for p in parts], -1)  # (*batch, moves)
+    moving = values_are_hidden() or any(carries_derivative(p) for p in mdp.probabilities)
+    table = probability_table(mdp) if moving else known_table(mdp)
     batch = broadcast(table.shape[:-1], entry.shape[:-2])
     every = entry.expand(*batch, *entry.shape[-2:])
     found = table.expand(*batch, -1).gather(-1, every.flatten(-2)).view(every.shape)
