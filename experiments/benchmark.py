@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 
 import torch_occ as occ
 from experiments import common
-from experiments.contestants import CONTESTANTS, cases, measure_rivals, rivals_table
+from experiments.contestants import NAMES, cases, measure_rivals, rivals_table
 from torch_occ._support.version import VERSION
 from torch_occ.game.figures import COLOURS
 
@@ -47,7 +47,7 @@ class Args:
     """of the rivals: horizon, width and actions of each MDP"""
     batch: int = 32
     """of the rivals: how many steps at once"""
-    rivals: tuple[str, ...] = tuple(CONTESTANTS)
+    rivals: tuple[str, ...] = NAMES
     """which ones; those whose packages are missing (jax, pounce-solver, moreau) are left out"""
     sections: tuple[Literal["loop", "engine", "long", "rivals"], ...] = ("loop", "engine")
     """loop: whole simulations. engine: threads, one call, batches, compiling. long: a million

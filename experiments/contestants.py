@@ -39,6 +39,9 @@ from torch_occ.reference import (
 
 Shape = tuple[int, int, int]  # horizon, width, actions
 
+OURS = ("engine", "torch path", "soft-DP")
+NAMES = (*OURS, "cvxpylayers", "accurate SCS", "accurate Clarabel", "Moreau", "POUNCE", "JAX")
+
 
 #: With these tolerances and scaled inputs Moreau finds q to 1e-12; with its defaults, to 1e-5.
 TIGHT_MOREAU = Settings(
@@ -331,17 +334,23 @@ class Contestant(NamedTuple):
     prepare: Callable[[Case], Run | None]  # its result is timed
 
 
-CONTESTANTS = {
-    "engine": Contestant("torch_occ", partial(torch_occ, "engine")),
-    "torch path": Contestant("torch_occ", partial(torch_occ, "torch")),
-    "soft-DP": Contestant("torch_occ", soft_dynamic_program),
-    "cvxpylayers": Contestant("diffcp", partial(layers, DEFAULT)),
-    "accurate SCS": Contestant("diffcp", partial(layers, ACCURATE_SCS)),
-    "accurate Clarabel": Contestant("diffcp", partial(layers, ACCURATE_CLARABEL)),
-    "Moreau": Contestant("moreau", partial(layers, TIGHT_MOREAU)),
-    "POUNCE": Contestant("pounce", pounce),
-    "JAX": Contestant("jax", jax),
-}
+CONTESTANTS = dict(
+    zip(
+        NAMES,
+        (
+            Contestant("torch_occ", partial(torch_occ, "engine")),
+            Contestant("torch_occ", partial(torch_occ, "torch")),
+            Contestant("torch_occ", soft_dynamic_program),
+            Contestant("diffcp", partial(layers, DEFAULT)),
+            Contestant("diffcp", partial(layers, ACCURATE_SCS)),
+            Contestant("diffcp", partial(layers, ACCURATE_CLARABEL)),
+            Contestant("moreau", partial(layers, TIGHT_MOREAU)),
+            Contestant("pounce", pounce),
+            Contestant("jax", jax),
+        ),
+        strict=True,
+    )
+)
 
 
 # -- measuring ------------------------------------------------------------------------------------

@@ -13,12 +13,9 @@ def test_the_grid_slips_and_stops_at_its_edge():
     assert (mdp.layer_sizes, mdp.num_actions, mdp.is_sparse) == ((9, 9), 5, True)
     P = mdp.to_dense().transitions[0]
     torch.testing.assert_close(P.sum(-1), torch.ones(9, 5, dtype=torch.float64))
-    assert P[4, 1].tolist() == pytest.approx(
-        [0, 0.1, 0, 0.1, 0.1, 0.1, 0, 0.6, 0]
-    )  # from the middle, down
-    assert P[0, 2].tolist() == pytest.approx(
-        [0.8, 0.1, 0, 0.1, 0, 0, 0, 0, 0]
-    )  # from a corner into the wall
+    down, into_the_wall = P[4, 1].tolist(), P[0, 2].tolist()  # from the middle, from a corner
+    assert down == pytest.approx([0, 0.1, 0, 0.1, 0.1, 0.1, 0, 0.6, 0])
+    assert into_the_wall == pytest.approx([0.8, 0.1, 0, 0.1, 0, 0, 0, 0, 0])
     assert int((P > 0).sum(-1).max()) == 5
 
 

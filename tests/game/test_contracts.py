@@ -52,10 +52,9 @@ class Diagnosed(Proposes):
 def test_right_diagnostics_are_recorded():
     history = occ.simulate(MDP, Diagnosed(GOOD), LOSSES, 3, (5, 9))
     assert history.newton_steps[:, -1].tolist() == [2.0, 2.0]
+    bad = Diagnosed(GOOD | {"uncertified": torch.tensor([0.0, 1.0])})
     with pytest.warns(occ.game.UncertifiedWarning) as caught:
-        occ.simulate(
-            MDP, Diagnosed(GOOD | {"uncertified": torch.tensor([0.0, 1.0])}), LOSSES, 3, (5, 9)
-        )
+        occ.simulate(MDP, bad, LOSSES, 3, (5, 9), checkpoints=[3])
     first, last = (str(warning.message) for warning in caught)
     assert first.startswith("Diagnosed: the step of episode 1, seed 9, was not certified. The run")
     assert last.startswith("Diagnosed: 3 of 6 steps")
@@ -108,9 +107,8 @@ def hurried(psi, max_steps=1):
 def test_steps_without_certificate_are_warned_of(backend):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        history = occ.simulate(
-            MDP, hurried(occ.jin_luo(MDP, beta=0.5)), LOSSES, 30, (5, 9), backend=backend
-        )
+        learner, options = hurried(occ.jin_luo(MDP, beta=0.5)), {"checkpoints": [30]}
+        history = occ.simulate(MDP, learner, LOSSES, 30, (5, 9), backend=backend, **options)
     assert [warning.category for warning in caught] == [occ.game.UncertifiedWarning] * 2
     assert all(warning.filename == __file__ for warning in caught)
     first, last = (str(warning.message) for warning in caught)
@@ -231,6 +229,16 @@ def test_ties_are_broken_by_the_lowest_index():
     ):
         means, _ = charge(bandit, {}, 1, 1, torch.tensor([[q]], dtype=torch.float64))
         assert means.flatten().tolist() == [float(i == favourite) for i in range(3)]
+
+
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+def test_a_leader_does_not_follow_rounding_errors(backend):
+    """Both first actions cost 1, but 0.7 + 0.2 + 0.1 is less than that in floating point."""
+    first = torch.tensor([[[0.1, 0.2, 0.7], [0.7, 0.2, 0.1]]], dtype=torch.float64)
+    mdp = occ.LayeredMDP([first, torch.ones(3, 2, 1, dtype=torch.float64)])
+    losses = occ.BernoulliLosses(mdp.layer[:, None].repeat(1, 2).double())
+    history = occ.simulate(mdp, occ.FollowTheLeader(mdp), losses, 100, range(3), backend=backend)
+    assert history.last_q[:, 0].tolist() == [[1.0, 0.0]] * 3
 
 
 def test_a_state_that_is_never_visited_is_charged_where_it_has_an_action():

@@ -10,13 +10,6 @@ F64 = torch.float64
 EPS = torch.finfo(F64).eps
 
 
-# -- their values ----------------------------------------------------------------------------------
-
-
-def exact_sum(numbers):
-    return sum(map(Fraction, numbers), Fraction(0))
-
-
 @pytest.mark.parametrize(
     ("largest", "others"),
     [(1 - 3e-14, 1e-14), (1.0, 1e-20), (1 - EPS / 2, 1e-20), (1 - EPS, 1e-30)],
@@ -31,11 +24,9 @@ def test_no_digit_is_lost_when_one_action_takes_nearly_all(name, largest, others
     found = marginal(name, mdp, q)
     for s, a in ((s, a) for s in range(2) for a in range(3)):
         row = [float(q[s, b]) for b in range(3) if b != a]
-        exact = exact_sum(row if name == "rest" else [*row, *q[1 - s].tolist()])
+        row = row if name == "rest" else [*row, *q[1 - s].tolist()]
+        exact = sum(map(Fraction, row))
         assert float(abs(Fraction(float(found[s, a])) / exact - 1)) < 4 * EPS
-
-
-# -- their derivatives -----------------------------------------------------------------------------
 
 
 # torch.func.hessian warns on its first call.

@@ -89,6 +89,12 @@ def test_planners_play_the_game_of_their_oracle(name, game):
     check(MDP, name, GAMES[game], 60)
 
 
+def test_strong_bounds_above_zero_are_those_of_the_oracle():
+    """Without a choice, and with losses of 1, bonuses soon are smaller than values."""
+    ones = torch.ones(4, 1, dtype=torch.float64)
+    check(occ.LayeredMDP.random(2, 3, 1, seed=0), "strong", occ.BernoulliLosses(ones), 200)
+
+
 @pytest.mark.parametrize("problem", ["masked", "contexts", "no_choice", "bandit"])
 @pytest.mark.parametrize("name", LEARNERS)
 def test_any_mdp_is_played(name, problem):

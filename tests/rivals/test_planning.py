@@ -64,6 +64,7 @@ def test_slow_layers_keep_the_optimal_actions():
     possible = kept.learner.state["possible"] > 0
     assert possible.shape == (20, 15, 1, 2)
     assert bool(possible[:, 8:, 0, 0].all())  # 2^9 >= 400
+    assert bool(possible[:, 12:].all())  # too slow to exclude an arm, whatever faster layers do
     assert not bool(possible[:, 1:, 0, 1].all(1).any())  # slow layers have excluded the bad arm
     assert float(history.regret[:, -1].max()) < 100
 

@@ -154,14 +154,6 @@ def test_a_gap_that_bounds_nothing_is_nan():
     assert bool(solution.duality_gap[1].isnan())
 
 
-def test_unprotected_parameters_are_frozen():
-    step = occ.FTRLStep(MDP, occ.jin_luo(MDP))
-    occ.unconstrain(step, only=["gamma"])
-    trained = [name for name, p in step.named_parameters() if p.requires_grad]
-    assert len(trained) == 1
-    assert "gamma" in trained[0]
-
-
 @pytest.mark.parametrize(
     ("psi", "steps", "scales"), [(occ.LogBarrier, 5, (0.0, 1e8)), (occ.Shannon, 2, (1e4, 1.0))]
 )
@@ -244,11 +236,14 @@ def barriers(values, seed, off=0):
     return occ.FTRLStep(mdp, psi, backend="torch"), loss
 
 
-def test_the_certificate_counts_what_the_fit_of_multipliers_may_have_lost(monkeypatch):
-    step, loss = barriers((1e-3, 1.0, 192.0), seed=2)
-    assert step.solve(loss).converged
-    monkeypatch.setattr("torch_occ.step.newton.fineness", lambda eps: 1.0)
-    assert step.solve(loss, check=False).status == Status.STALLED
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+def test_the_certificate_counts_what_the_fit_of_multipliers_may_have_lost(backend):
+    """Multipliers of 1e12 ahead of barriers of size 1, and two actions that lead there alike."""
+    rows, beta = torch.tensor([[[0.3, 0.7]] * 2], dtype=F64), torch.tensor([[1.0], [1e12], [1e12]])
+    mdp = occ.LayeredMDP([rows, torch.ones(2, 2, 1, dtype=F64)])
+    psi = occ.LogBarrier(occ.PerPair(mdp, beta.expand(3, 2).to(F64)))
+    solution = occ.FTRLStep(mdp, psi, backend=backend).solve(LOSS[:3, :2], check=False)
+    assert 1e-11 < float(solution.dual_residual) < 1e-9
 
 
 def test_the_fit_of_multipliers_reads_rows_as_distributions():

@@ -202,7 +202,12 @@ class Parametrized(nn.Module):
 
     def places(self) -> dict[str, Place]:
         """Return the places of the parameters that have one, by name; submodules included."""
-        return {path: place for path, _, _, place in self._own_parameters() if place is not None}
+        return {  # read from the owners: `unconstrain` moves parameters to other names
+            f"{path}.{name}" if path else name: place
+            for path, owner in self.named_modules()
+            if isinstance(owner, Parametrized)
+            for name, place in owner._places.items()
+        }
 
     def check_places(self, mdp: LayeredMDP) -> None:
         """Check that parameters with a value per layer, state or pair belong to this MDP."""

@@ -113,7 +113,8 @@ class UtilityStep(nn.Module):
         pairs = tuple(step.interior.shape[-2:])
         if features.dim() < 3 or tuple(features.shape[-2:]) != pairs:
             shape = tuple(features.shape)
-            raise ValueError(f"features: expected shape (*batch, m, S, A) = {pairs}, got {shape}")
+            form = "(*batch, m, {}, {})".format(*pairs)
+            raise ValueError(f"features: expected shape {form}, m tables of (S, A), got {shape}")
         if not bool(torch.isfinite(features[..., step.mdp.actions]).all()):
             raise ValueError("features: expected finite numbers on all pairs that exist")
         self.step, self.utility = step, utility
