@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,8 +48,8 @@ class Args:
     """which solvers are tried"""
     seconds: float = 0.0
     """stop after this many seconds; 0 for no limit"""
-    batch: int = 256
-    """cold starts over one MDP; as many warm starts follow where they succeed"""
+    batch: int = 1024
+    """cold starts over one MDP, fewer where they are slow; warm starts follow where they succeed"""
     processes: int = 2
     """processes that work at the same time"""
     replay: Path | None = None
@@ -100,8 +99,10 @@ class Tally:
     """The results of some batches, added up."""
 
     statuses: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(occ.Status), np.int64))
-    errors: Floats = field(default_factory=partial(np.zeros, 0))  # NaN where nothing settled
-    allowed: Floats = field(default_factory=partial(np.zeros, 0))  # larger ones are wrong
+    judged: int = 0
+    unjudged: int = 0  # certified, but nothing settled
+    wrong: int = 0
+    largest: float = 0.0  # error
     rechecked: int = 0  # judged with 60 digits
     planted: int = 0  # errors made on purpose
     missed: int = 0  # and not found
@@ -111,11 +112,9 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         """Count the other one too."""
-        self.errors = np.concatenate([self.errors, other.errors])
-        self.allowed = np.concatenate([self.allowed, other.allowed])
-        for name in ("statuses", "rechecked", "planted", "missed", "solving", "judging"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.failures = self.failures + other.failures
+        for name in self.__dataclass_fields__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, max(mine, theirs) if name == "largest" else mine + theirs)
 
     @property
     def steps(self) -> int:
@@ -124,14 +123,6 @@ class Tally:
     @property
     def certified(self) -> int:
         return int(self.statuses[occ.Status.CONVERGED])
-
-    @property
-    def wrong(self) -> int:
-        return int((self.errors > self.allowed).sum())
-
-    @property
-    def unjudged(self) -> int:
-        return int(np.isnan(self.errors).sum())
 
 
 def examine(batch: Batch, q: Floats, multipliers: Floats | None = None) -> tuple[Floats, int]:
@@ -160,6 +151,7 @@ def try_batch(random: Generator, batch: Batch, backend: Backend) -> tuple[Tally,
     certified = np.flatnonzero(status == occ.Status.CONVERGED)
     if not extended():
         certified = certified[:: max(1, len(certified) // SAMPLE)]
+    errors = allowed = np.zeros(0)
     begin = time.process_time()
     if len(certified):
         plants = certified[:PLANTS]
@@ -169,34 +161,29 @@ def try_batch(random: Generator, batch: Batch, backend: Backend) -> tuple[Tally,
         prices = None if solution.multipliers is None else solution.multipliers.numpy()[both]
         answers = np.concatenate([q[certified], q[plants] * (1 + noise)])
         errors, found.rechecked = examine(batch.take(both), answers, prices)
-        found.errors, seen = np.split(errors, [len(certified)])
+        errors, seen = np.split(errors, [len(certified)])
         claims = solution.dual_residual.double().numpy()[certified]
-        found.allowed = np.maximum(HARMLESS[batch.single], SLACK * claims)
-        own = found.errors[: len(plants)]
+        allowed = np.maximum(HARMLESS[batch.single], SLACK * claims)
+        found.unjudged, found.wrong = int(np.isnan(errors).sum()), int((errors > allowed).sum())
+        found.judged = len(errors) - found.unjudged
+        found.largest = float(np.nanmax(errors, initial=0.0))
+        own = errors[: len(plants)]
         judged = ~np.isnan(own)
         hit = abs(seen - sizes) <= 0.01 * sizes + own  # the judge returned to the same solution
         found.planted, found.missed = int(judged.sum()), int((judged & ~hit).sum())
     found.judging = time.process_time() - begin
-    found.failures = _failures(batch, solution, certified, found)
-    return found, solution
-
-
-def _failures(
-    batch: Batch, solution: occ.Solution, certified: NDArray[np.intp], found: Tally
-) -> list[Failure]:
-    """The worst wrong answer, and the first one of every other sort."""
-    failures, status = [], solution.status.numpy()
-    wrong = np.flatnonzero(found.errors > found.allowed)
-    for i in wrong[np.argsort(-found.errors[wrong])][:1]:
-        what = f"error {found.errors[i]:.1e}, allowed {found.allowed[i]:.1e}"
+    failures = found.failures
+    wrong = np.flatnonzero(errors > allowed)
+    for i in wrong[np.argsort(-errors[wrong])][:1]:
+        what = f"error {errors[i]:.1e}, allowed {allowed[i]:.1e}"
         failures.append(Failure("wrong", what, batch.take(certified[i : i + 1])))
-    for i in np.flatnonzero(np.isnan(found.errors))[:1]:
+    for i in np.flatnonzero(np.isnan(errors))[:1]:
         failures.append(Failure("unjudged", "not settled", batch.take(certified[i : i + 1])))
     for reason in FAILURES:
         for i in np.flatnonzero(status == reason)[:1]:
             what = f"after {int(solution.steps[i])} steps, residual {solution.dual_residual[i]:.1e}"
             failures.append(Failure(reason.name.lower(), what, batch.take(np.array([i]))))
-    return failures
+    return found, solution
 
 
 # -- the campaign ---------------------------------------------------------------------------------
@@ -228,7 +215,7 @@ def play(task: Task) -> Tallies:
     family, kind = list(FAMILIES).index(task.family), list(KINDS).index(task.kind)
     for backend in args.backends:
         random = np.random.default_rng([args.seed, family, kind, task.number])
-        cold = draw(random, task.family, task.kind, args.batch)
+        cold = draw(random, task.family, task.kind, size_of(args, task.family, task.kind, backend))
         found, solution = try_batch(random, cold, backend)
         q = solution.q.double().numpy()
         warm = neighbours(random, cold, q, solution.converged.numpy())
@@ -238,10 +225,16 @@ def play(task: Task) -> Tallies:
     return tallies
 
 
+def size_of(args: Args, family: str, kind: str, backend: Backend) -> int:
+    """The number of cold starts of a task: fewer where a step takes longer."""
+    slow = KINDS[kind] * (32 if family == "visits" or backend == "torch" else 1)
+    return max(min(8, args.batch), args.batch // slow)
+
+
 def rounds(args: Args) -> Iterator[list[Task]]:
     """All batches, one of every family and kind in a round."""
     cells = [(family, kind) for family in args.regularizers for kind in args.kinds]
-    each = sum(2 * max(1, args.batch // KINDS[kind]) for _, kind in cells) * len(args.backends)
+    each = sum(2 * size_of(args, *cell, backend) for cell in cells for backend in args.backends)
     for number in range(max(1, round(args.steps / each))):
         yield [Task(args, family, kind, number) for family, kind in cells]
 
@@ -273,9 +266,7 @@ def campaign(args: Args, directory: Path) -> Tallies:
                     problem.save(directory / "problems" / name, what=what)
         if time.monotonic() - last > 30:
             last = time.monotonic()
-            steps = sum(x.steps for x in total.values())
-            wrong = sum(x.wrong for x in total.values())
-            print(f"  {steps:,} steps, {wrong} certified answers wrong", flush=True)
+            print(f"  {write(args, total, directory)[0].splitlines()[-2]}", flush=True)
     return total
 
 
@@ -289,7 +280,7 @@ def summary(args: Args, tallies: Tallies) -> str:
         for family in args.regularizers:
             row = [f"{FAMILIES[family].label} ({backend})"]
             for kind in args.kinds:
-                x = tallies[Cell(family, kind, backend)]
+                x = tallies.get(Cell(family, kind, backend), Tally())
                 failed = [status for status in FAILURES if x.statuses[status]]
                 parts = [
                     f"{x.statuses[status] / x.steps:.2g} {status.name.lower()}" for status in failed
@@ -307,12 +298,12 @@ def details(tallies: Tallies) -> list[dict[str, str | int | float]]:
     for cell, x in tallies.items():
         row: dict[str, str | int | float] = {**cell._asdict(), "steps": x.steps}
         row |= {status.name.lower(): int(x.statuses[status]) for status in FAILURES}
-        row |= {"certified": x.certified, "judged": len(x.errors) - x.unjudged}
+        row |= {"certified": x.certified, "judged": x.judged}
         row |= {"unjudged": x.unjudged, "wrong": x.wrong, "rechecked": x.rechecked}
-        row |= {"largest_error": float(f"{np.nanmax(x.errors, initial=0.0):.2g}")}
+        row |= {"largest_error": float(f"{x.largest:.2g}")}
         row |= {"planted": x.planted, "missed": x.missed}
         row |= {"steps_per_second": round(x.steps / x.solving)}
-        rows.append(row | {"judged_per_second": round(len(x.errors) / max(x.judging, 1e-9))})
+        rows.append(row | {"judged_per_second": round(x.judged / max(x.judging, 1e-9))})
     return rows
 
 
@@ -322,7 +313,7 @@ def conclude(tallies: Iterable[Tally]) -> tuple[str, int]:
     for other in tallies:
         x.add(other)
     text = (
-        f"{x.steps:,} steps, {x.certified:,} certified, {len(x.errors) - x.unjudged:,} of them "
+        f"{x.steps:,} steps, {x.certified:,} certified, {x.judged:,} of them "
         f"judged ({x.rechecked} with 60 digits): {x.wrong} wrong, {x.unjudged} unjudged; "
         f"{x.planted - x.missed:,} of {x.planted:,} planted errors found.\n"
         f"Solving took {common.seconds(x.solving)} of one core, "
@@ -341,9 +332,18 @@ def replay(args: Args, path: Path) -> int:
         found, solution = try_batch(np.random.default_rng(0), batch, backend)
         status, claim = occ.Status(int(solution.status[0])), float(solution.dual_residual[0])
         print(f"  {backend}: {status.name} after {int(solution.steps[0])} steps,", end=" ")
-        print(f"dual residual {claim:.1e}, error of q if certified {found.errors}")
+        print(f"dual residual {claim:.1e}, error of q if certified {found.largest:.1e}")
         failed = failed or found.wrong > 0 or found.unjudged > 0
     return int(failed)
+
+
+def write(args: Args, tallies: Tallies, directory: Path) -> tuple[str, int]:
+    """Write the report and all figures so far; returns the report and the exit code."""
+    sentence, code = conclude(tallies.values())
+    report = f"{summary(args, tallies)}\n\n{sentence}"
+    common.write_text(directory / "fuzz.md", report)
+    common.write_csv(directory / "fuzz.csv", details(tallies))
+    return report, code
 
 
 def main(args: Args) -> int:
@@ -354,11 +354,7 @@ def main(args: Args) -> int:
     print(f"{args.steps:,} steps; {common.machine()}", flush=True)
     if not extended():
         print(f"Without long double, only {SAMPLE} answers of a batch are judged, with 60 digits.")
-    tallies = campaign(args, directory)
-    sentence, code = conclude(tallies.values())
-    report = f"{summary(args, tallies)}\n\n{sentence}"
-    common.write_text(directory / "fuzz.md", report)
-    common.write_csv(directory / "fuzz.csv", details(tallies))
+    report, code = write(args, campaign(args, directory), directory)
     print(f"\n{report}\n\nProblems worth a look are in {directory / 'problems'}.")
     return code
 

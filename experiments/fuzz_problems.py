@@ -30,13 +30,13 @@ Parameters = dict[str, Floats]  # by name, (B,) or (B, S, A) each
 #: What is special about a batch, and how much smaller it is than an ordinary one.
 KINDS: dict[str, int] = {
     "reasonable": 1,  # losses like t * mean
-    "extreme": 1,  # losses up to 1e12 in size, tiny parameters
-    "endless": 1,  # losses up to 1e300
+    "extreme": 2,  # losses up to 1e12 in size, tiny parameters
+    "endless": 16,  # losses up to 1e300
     "spread": 1,  # reasonable, with parameters per layer, state or pair
     "mdps": 4,  # reasonable, with as many MDPs as losses
     "wide": 16,  # reasonable, sparse layers of up to 16 states
     "budgets": 16,  # reasonable, with one to three budgets, some nearly tight
-    "float32": 1,  # reasonable, in single precision
+    "float32": 16,  # reasonable, in single precision
 }
 
 
@@ -287,7 +287,7 @@ ARRAYS = ("loss", "t", "start", "costs", "limits")
 
 def draw(random: Generator, family: str, kind: str, size: int) -> Batch:
     """A batch of cold starts."""
-    size, hard = max(1, size // KINDS[kind]), kind in ("extreme", "endless")
+    hard = kind in ("extreme", "endless")
     mdp = wide_mdp(random) if kind == "wide" else random_mdp(random, hard)
     t = 10.0 ** random.uniform(0, 10, size)
     t[random.random(size) < 0.05] = 1.0

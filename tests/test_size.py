@@ -157,8 +157,8 @@ def pages():
 
 #: What is counted: how, the limit now, and the limit that the project works towards.
 RULES = {
-    "lines of torch_occ": (lambda: lines_of(FILES), 27_250, 26_500),
-    "lines of code of torch_occ": (code_lines, 16_150, 15_500),
+    "lines of torch_occ": (lambda: lines_of(FILES), 27_120, 26_500),
+    "lines of code of torch_occ": (code_lines, 15_990, 15_500),
     "files of torch_occ": (lambda: len(FILES), 98, 100),
     "folders of torch_occ": (lambda: len({path.parent for path in FILES}), 12, 14),
     "folders that a module stands in": (

@@ -1,4 +1,4 @@
-"""What the experiments share: fits of growth, files, tables, games and clocks."""
+"""What the experiments share: fits of growth, files, tables and games."""
 
 import math
 from dataclasses import dataclass
@@ -71,9 +71,6 @@ def test_only_the_late_window_counts():
     assert curves.shape == (32, len(t))
 
 
-# -- files, tables, clocks ------------------------------------------------------------------------
-
-
 @dataclass
 class Args:
     root: Path
@@ -96,25 +93,6 @@ def test_csv_and_table(tmp_path):
     expected = "10.4 days, 2 h, 10 min, 240 s, 12.3 s, 12.3 ms, 4.2 µs"
     times = (9e5, 7200.0, 600.0, 240.0, 12.3456, 0.0123, 4.2e-6)
     assert ", ".join(map(common.seconds, times)) == expected
-
-
-def test_contestants_take_turns_and_the_quickest_counts():
-    calls, durations = [], {"a": [9.0, 3.0, 2.0, 4.0], "b": [9.0, 7.0, 8.0, 6.0]}
-    now = [0.0]
-
-    def contestant(name):
-        def run():
-            calls.append(name)
-            now[0] += durations[name].pop(0)
-
-        return run
-
-    found = common.in_turns({x: contestant(x) for x in "ab"}, 3, clock=lambda: now[0])
-    assert calls == list("abababab")
-    assert found == {"a": 2.0, "b": 6.0}
-
-
-# -- games ----------------------------------------------------------------------------------------
 
 
 def test_tensorboard_logs(tmp_path):

@@ -93,13 +93,13 @@ def test_what_all_pairs_of_a_layer_pay_does_not_matter(sparse):
 
 
 def test_rounding_that_nobody_can_undo_is_no_success():
-    """Two actions have the same value, 0.75e12, up to a rounding error that decides the solution.
+    """Two actions have the same value, 0.75e20, up to a rounding error that decides the solution.
 
     LogBarrier(1e-12) is weak enough for that.
     """
     table = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]], dtype=torch.float64)
     mdp = occ.LayeredMDP([table, torch.ones(2, 2, 1, dtype=torch.float64)])
-    loss = torch.tensor([[0.0, 0.25e12], [0.0, 0.0], [1e12, 1e12]], dtype=torch.float64)
+    loss = torch.tensor([[0.0, 0.25e20], [0.0, 0.0], [1e20, 1e20]], dtype=torch.float64)
     solution = occ.FTRLStep(mdp, occ.LogBarrier(1e-12)).solve(loss, check=False)
     assert solution.status == Status.STALLED
     assert solution.dual_residual > 1

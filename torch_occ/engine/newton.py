@@ -37,11 +37,10 @@ from torch_occ.engine.linear import arrive, factorize, solve
 from torch_occ.engine.psi import derive, uses
 from torch_occ.engine.shaping import (
     certify,
-    fit_multipliers,
     is_convex,
     is_flat,
-    judge_fit,
     least_unit,
+    recenter,
     shape_loss,
     shape_rarely,
     unit_of,
@@ -63,8 +62,9 @@ WORTH, CALM = 1e-3, 5e-3
 SHORT = 1e-2
 #: Losses are shaped by `shape_finely` if rounding could exceed this fraction of the tolerance.
 COARSE = 0.25
-#: How often q is corrected after the iteration, with multipliers of more digits.
-REFINEMENTS = 4
+#: How often the loss is shaped again by the multipliers found: after FIRST steps at the latest, and
+#: then after NEXT steps.
+REFINEMENTS, FIRST, NEXT = 20, 40.0, 5.0
 #: How often a step with budgets is repeated, and the violation of a budget, in rounding errors,
 #: that is not reduced further.
 TRIALS, NOISE = 4, 8.0
@@ -101,58 +101,73 @@ def descend(
     # How far q has moved since its derivatives were computed.
     moved = where((stale < np.inf) & (work.notes[at.ROOTED] > 0.0), 0.0, np.inf)
     running = running & (steps < max_steps)
-    while True:
-        derive(model, terms, weights, moved, work)
-        if complement and model.conserved:
-            lift(model, running, work)
-        if not anywhere(running):
+    # With budgets, prices move along with the gaps; `descend_within` shapes the loss again.
+    limit = FIRST + steps if budgets is None else max_steps + steps
+    wanted, dual, flow = running, 0.0, 0.0
+    for left in range(REFINEMENTS, -1, -1):
+        while True:
+            derive(model, terms, weights, moved, work)
+            if complement and model.conserved:
+                lift(model, running, work)
+            if not anywhere(running):
+                break
+            refresh = refresh & running
+            if anywhere(refresh):
+                factorize(model, refresh, work)
+                stale = where(refresh, 0.0, stale)
+                respond(model, budgets, refresh, work)
+            for i in range(num_pairs):
+                pairs[at.FORCE, i] = -(pairs[at.GRADIENT, i] + pairs[at.GAPS, i])
+            solve(model, None, work)
+            steer(budgets, running, work)
+            for s in range(states.shape[1]):
+                states[at.FITTED, s] = where(running, states[at.V, s], states[at.FITTED, s])
+            squared, fall, moved = measure(model, work)
+            status = where(running & (not finite(moved)), NOT_FINITE, status)
+            running = running & finite(moved)
+            progress = (moved < 0.5 * best) | (moved > 0.1)
+            patience = where(progress, STALL_AFTER, patience - 1.0)
+            best = min(best, moved)
+            done = ((moved <= ROOT_EPS) & (stale * moved <= LEFT)) | (patience == 0.0)
+            back = running & (done | (moved > SHORT))
+            if anywhere(running & (fall > 0.5)):
+                shorten(model, fall > 0.5, work)
+            if anywhere(back):
+                alive = retract(model, at.TRIAL, back, work)
+                status = where(back & (not alive), UNDERFLOW, status)
+                running = running & (alive | (not back))
+            for i in range(num_pairs):
+                pairs[at.PAIR, i] = where(running, pairs[at.TRIAL, i], pairs[at.PAIR, i])
+            if first:
+                recent = max(moved, 0.9 * work.notes[at.RECENT])
+                work.notes[at.RECENT] = where(running, recent, work.notes[at.RECENT])
+                first = False
+            status = where(running & done, STALLED, status)  # until certified below
+            decrement = where(running, squared, decrement)
+            steps = where(running, steps + 1.0, steps)
+            following = (stale + moved) * moved
+            stale = where(running, stale + 2.0 * moved, stale)
+            refresh = stale * following > LIKELY
+            moved = where(running, moved, 0.0)
+            running = running & (not done) & (steps < min(max_steps, limit))
+        work.notes[at.ERROR], work.notes[at.ROOTED] = stale, 1.0
+        follow_multipliers(model, work)
+        found = certify(model, complement, fine, work)
+        dual, flow = where(wanted, found[0], dual), where(wanted, found[1], flow)
+        paused = (status == MAX_STEPS) & (steps < max_steps)
+        wanted = wanted & (paused | ((status == STALLED) & (not (dual <= tolerance))))
+        if left == 0 or budgets is not None or not anywhere(wanted):
             break
-        refresh = refresh & running
-        if anywhere(refresh):
-            factorize(model, refresh, work)
-            stale = where(refresh, 0.0, stale)
-            respond(model, budgets, refresh, work)
-        for i in range(num_pairs):
-            pairs[at.FORCE, i] = -(pairs[at.GRADIENT, i] + pairs[at.GAPS, i])
-        solve(model, None, work)
-        steer(budgets, running, work)
-        for s in range(states.shape[1]):
-            states[at.FITTED, s] = where(running, states[at.V, s], states[at.FITTED, s])
-        squared, fall, moved = measure(model, work)
-        status = where(running & (not finite(moved)), NOT_FINITE, status)
-        running = running & finite(moved)
-        progress = (moved < 0.5 * best) | (moved > 0.1)
-        patience = where(progress, STALL_AFTER, patience - 1.0)
-        best = min(best, moved)
-        done = ((moved <= ROOT_EPS) & (stale * moved <= LEFT)) | (patience == 0.0)
-        back = running & (done | (moved > SHORT))
-        if anywhere(running & (fall > 0.5)):
-            shorten(model, fall > 0.5, work)
-        if anywhere(back):
-            alive = retract(model, at.TRIAL, back, work)
-            status = where(back & (not alive), UNDERFLOW, status)
-            running = running & (alive | (not back))
-        for i in range(num_pairs):
-            pairs[at.PAIR, i] = where(running, pairs[at.TRIAL, i], pairs[at.PAIR, i])
-        if first:
-            recent = max(moved, 0.9 * work.notes[at.RECENT])
-            work.notes[at.RECENT] = where(running, recent, work.notes[at.RECENT])
-            first = False
-        status = where(running & done, STALLED, status)  # until certified below
-        decrement = where(running, squared, decrement)
-        steps = where(running, steps + 1.0, steps)
-        following = (stale + moved) * moved
-        stale = where(running, stale + 2.0 * moved, stale)
-        refresh = stale * following > LIKELY
-        moved = where(running, moved, 0.0)
-        running = running & (not done) & (steps < max_steps)
-    work.notes[at.ERROR], work.notes[at.ROOTED] = stale, 1.0
-    follow_multipliers(model, work)
-    dual, flow = certify(model, complement, fine, work)
+        # Rounding errors of the multipliers count. Shaped by them, the loss has none.
+        for n in range(lanes_of(work.notes)):
+            if lane(wanted, n):
+                recenter(lane(model, n), lane(loss, n), lane(work, n))
+        fine, running, limit = fine | wanted, wanted, steps + NEXT
+        moved, refresh = where(wanted, np.inf, 0.0), wanted
+        best, patience = where(wanted, np.inf, best), where(wanted, STALL_AFTER + 0.0, patience)
+        status = where(wanted, MAX_STEPS + 0.0, status)
+    status = where((status == MAX_STEPS) & (steps < max_steps), STALLED, status)
     status = where((status == STALLED) & (not finite(dual)), NOT_FINITE, status)
-    unsure = (status == STALLED) & (not (dual <= tolerance))
-    if anywhere(unsure):
-        dual, flow = refine(model, solver, unsure, fine, dual, flow, work)
     if uses(terms, at.STATE):
         dual += state_rounding(model, complement, work)
     good = (status == STALLED) & (dual <= tolerance) & (flow <= tolerance)
@@ -169,51 +184,6 @@ def descend(
 
 
 @routine
-def refine(
-    model: Model, solver: Solver, wanted: Any, fine: Any, dual: Any, flow: Any, work: Work
-) -> tuple[Any, Any]:
-    """Improve multipliers, and then q, where the dual residual is above the tolerance.
-
-    Multipliers with more digits may fit q better. If not, what is left of the equation is accurate
-    enough for another step. Returns the dual and the flow residual; the row V receives the
-    multipliers.
-    """
-    pairs, states, complement = work.pairs, work.states, uses(solver.terms, at.COMPLEMENT)
-    moved = wanted & (dual < 0.0)  # nowhere
-    for left in range(REFINEMENTS - 1, -1, -1):
-        for s in range(states.shape[1]):
-            states[at.OTHERS, s] = states[at.V, s]
-        for n in range(lanes_of(work.notes)):
-            if lane(wanted, n):
-                fit_multipliers(lane(model, n), complement, lane(work, n))
-        found = judge_fit(model, complement, fine, work)
-        better = wanted & (moved | (found < dual))
-        dual = where(better, found, dual)
-        wanted = wanted & (not (dual <= solver.tolerance))
-        for s in range(states.shape[1]):
-            states[at.OTHERS, s] = where(better, states[at.V, s], states[at.OTHERS, s])
-            states[at.V, s] = 0.0  # the start of an iterative solver
-        if left > 0 and anywhere(wanted):
-            solve(model, None, work)
-            change = measure(model, work)[2]
-            wanted = wanted & (change < 0.1)
-            retract(model, at.TRIAL, wanted, work)
-            for i in range(pairs.shape[1]):
-                pairs[at.PAIR, i] = where(wanted, pairs[at.TRIAL, i], pairs[at.PAIR, i])
-            work.notes[at.ERROR] += where(wanted, 2.0 * change, 0.0)
-        for s in range(states.shape[1]):
-            states[at.V, s] = states[at.OTHERS, s]
-        if left == 0 or not anywhere(wanted):
-            break
-        moved = wanted
-        derive(model, solver.terms, solver.weights, where(moved, np.inf, 0.0), work)
-        if complement and model.conserved:
-            lift(model, moved, work)
-        flow = where(moved, flow_error(model, work), flow)
-    return dual, flow
-
-
-@routine
 def state_rounding(model: Model, complement: bool, work: Work) -> Any:
     """The relative error of q from rounding slopes of states that are added to those of pairs."""
     error = 0.0
@@ -222,20 +192,6 @@ def state_rounding(model: Model, complement: bool, work: Work) -> Any:
             slope = work.states[at.SLOPE, i // model.num_actions]
             error = max(error, EPS * abs(slope / unit_of(model, i, complement, work.pairs)))
     return error
-
-
-@routine
-def flow_error(model: Model, work: Work) -> Any:
-    """The largest difference between q(s) and its inflow, relative to q(s)."""
-    worst, num_actions = 0.0, model.num_actions
-    for k in range(len(model.start) - 1):
-        arrive(model, at.PAIR, k, work)
-        for s in range(model.start[k], model.start[k + 1]):
-            total = 0.0
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                total += work.pairs[at.PAIR, i]
-            worst = max(worst, abs(total - work.states[at.U, s]) / total)
-    return worst
 
 
 @inlined

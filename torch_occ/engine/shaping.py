@@ -29,13 +29,10 @@ from torch_occ.engine.layout import (
 from torch_occ.engine.psi import bend_at_one, number_of, varies
 
 EPS = float(np.finfo(np.float64).eps)
-#: The leading parts of values have DIGITS binary digits. Adding and subtracting CUTTER rounds a
-#: probability to 26 binary digits.
-DIGITS, CUTTER = 24, 1.5 * 2.0**26
-FINE = EPS * 2.0 ** (2 - DIGITS)  # the rounding error of `shape_finely`, relative to the values
+FINE = 4.0 * EPS * EPS  # the rounding error of `shape_finely`, relative to the values
 
 # Rows of the states that are free while the loss is shaped.
-LOW, LEADING, SECOND, LEFT, BASE = at.PULL, at.U, at.FITTED, at.M, at.OTHERS
+LOW, BASE = at.PULL, at.OTHERS
 
 
 @routine(inline=True)
@@ -99,7 +96,6 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
     for k in range(len(start) - 2, -1, -1):
         here, behind = start[k], start[k + 1]
         after = start[k + 2] - behind if k + 2 < len(start) else 0
-        cut_values(behind, behind + after, at.PLAN, states)
         for j in range(after):
             states[at.V, behind + j] = np.sqrt(1.0 + j)  # to tell rows of P apart
         lowest, highest = np.inf, -np.inf
@@ -179,57 +175,51 @@ def two_sum(a: float, b: float) -> tuple[float, float]:
     return total, (a - (total - piece)) + (b - piece)
 
 
-@routine(inline=True)
-def cut_values(first: int, stop: int, row: int, states: Floats) -> None:
-    """Split the values row + LOW into LEADING and SECOND, with few digits, and the remainder LEFT.
-
-    LEADING is zero where a value is small beside the largest; then SECOND has its digits.
-    """
-    size = 0.0
-    for s in range(first, stop):
-        size = max(size, abs(states[row, s]))
-    cutter, size = cutter_for(size), 0.0
-    for s in range(first, stop):
-        states[LEADING, s] = (states[row, s] + cutter) - cutter
-        states[LEFT, s] = states[row, s] - states[LEADING, s]
-        size = max(size, abs(states[LEFT, s]))
-    cutter = cutter_for(size)
-    for s in range(first, stop):
-        states[SECOND, s] = (states[LEFT, s] + cutter) - cutter
-        states[LEFT, s] = (states[LEFT, s] - states[SECOND, s]) + states[LOW, s]
-
-
 @inlined
-def cutter_for(size: float) -> float:
-    """Adding and subtracting it leaves DIGITS binary digits of numbers up to this size."""
-    grid = 2.0 ** (np.ceil(np.log2(size)) - DIGITS) if size > 0.0 else 1.0
-    return 1.5 * grid / EPS
-
-
-@inlined
-def share_of(p: float, s: Any, states: Floats) -> tuple[float, float, float, float, float, float]:
-    """What a successor adds to `expect`: two exact products, a small rest, p, and the size."""
-    high = (p + CUTTER) - CUTTER
-    leading, second, left = states[LEADING, s], states[SECOND, s], states[LEFT, s]
-    rest = (p - high) * leading + ((p - high) * second + p * left)
-    size = p * (abs(leading) + abs(second) + 2.0**DIGITS * abs(left))
-    return high * leading, high * second, rest, high, p - high, size
+def two_product(a: float, b: float) -> tuple[float, float]:
+    """a * b and its rounding error (Dekker's product of Veltkamp's halves)."""
+    x, y, product = 134217729.0 * a, 134217729.0 * b, a * b
+    x, y = x - (x - a), y - (y - b)
+    return product, ((x * y - product) + x * (b - y) + (a - x) * y) + (a - x) * (b - y)
 
 
 @inlined
 def expect(
     next_state: Any, pair: int, states: Floats, first: int, width: int
 ) -> tuple[float, float, float, float]:
-    """E[value | pair] as a sum of two numbers, the row sum of P minus one, and E|value|."""
-    exact, second, rest, total, more, size = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    """E[PLAN + LOW | pair] as a sum of two numbers, the row sum of P minus one, and E|PLAN|."""
+    high, low, total, off, size = 0.0, 0.0, -1.0, 0.0, 0.0
     shares, begin, count = likelihoods(next_state, pair, width)
     for j in range(count):
-        s = unsigned(successor(next_state, pair, j, first))
-        a, b, c, d, e, f = share_of(shares[begin + j], s, states)
-        exact, second, rest = exact + a, second + b, rest + c
-        total, more, size = total + d, more + e, size + f
-    exact, lost = two_sum(exact, second)
-    return exact, lost + rest, (total - 1.0) + more, size
+        p, s = shares[begin + j], unsigned(successor(next_state, pair, j, first))
+        product, error = two_product(p, states[at.PLAN, s])
+        high, lost = two_sum(high, product)
+        low += (lost + error) + p * states[LOW, s]
+        total, lost = two_sum(total, p)
+        off += lost
+        size += p * abs(states[at.PLAN, s])
+    return high, low, total + off, size
+
+
+@routine
+def recenter(model: Model, loss: Floats, work: Work) -> None:
+    """Add V to PLAN, and write loss - E'PLAN into GAPS; the form of `recenter` in torch."""
+    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
+    for s in range(states.shape[1]):
+        states[at.PLAN, s] += states[at.V, s]
+        states[at.V, s], states[LOW, s] = 0.0, 0.0
+    for k in range(len(start) - 1):
+        behind = start[k + 1]
+        after = start[k + 2] - behind if k + 2 < len(start) else 0
+        for i in range(start[k] * num_actions, behind * num_actions):
+            if model.exists[at.PAIR, i]:
+                value = states[at.PLAN, i // num_actions]
+                expected, rest, off, size = expect(model.next_state, i, states, behind, after)
+                rest -= (expected + rest) * off if model.conserved else 0.0
+                high, low = two_sum(loss[i], -value)
+                high, lost = two_sum(high, expected)
+                pairs[at.GAPS, i] = high + (low + lost + rest)
+                pairs[at.ROUNDING, i] = FINE * (size + abs(value))
 
 
 # -- The certificate of a step, compiled: residuals that measure how far q is from the solution ----
@@ -285,66 +275,6 @@ def certify(model: Model, complement: bool, fine: Any, work: Work) -> tuple[Any,
                 dual = max(dual, error)
         flow = max(flow, abs(total - states[at.U, s]) / total)
     return dual + bad, flow
-
-
-@routine
-def fit_multipliers(model: Model, complement: bool, work: Work) -> None:
-    """Fit the multipliers to q by least squares, with more digits than a number has; in one lane.
-
-    One state after the other, from the last layer to the first, in units of q times the curvature.
-    Where the units of a state differ much, a number V would be too coarse for the smallest one.
-    FORCE receives E'v minus the gradient of the objective, and RESPONSE an estimate of the rounding
-    errors of FORCE.
-    """
-    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
-    for k in range(len(start) - 2, -1, -1):
-        behind = start[k + 1]
-        after = start[k + 2] - behind if k + 2 < len(start) else 0
-        cut_values(behind, behind + after, at.V, states)
-        for s in range(start[k], behind):
-            least, softest, total, weights = np.inf, -1, 0.0, 0.0
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                pairs[at.FORCE, i] = 0.0
-                if model.exists[at.PAIR, i]:
-                    expected, rest, off, size = expect(model.next_state, i, states, behind, after)
-                    rest -= (expected + rest) * off if model.conserved else 0.0
-                    high, low = two_sum(pairs[at.GRADIENT, i], pairs[at.GAPS, i])
-                    high, lost = two_sum(high, expected)
-                    pairs[at.FORCE, i], pairs[at.TRIAL, i] = two_sum(high, low + lost + rest)
-                    pairs[at.RESPONSE, i] = size
-                    unit = abs(unit_of(model, i, complement, pairs))
-                    if softest < 0 or unit < least:
-                        least, softest = unit, i
-            high, low = pairs[at.FORCE, softest], pairs[at.TRIAL, softest]
-            size = pairs[at.RESPONSE, softest]
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                if model.exists[at.PAIR, i]:
-                    ratio = least / unit_of(model, i, complement, pairs)
-                    pairs[at.FORCE, i] = (pairs[at.FORCE, i] - high) + (pairs[at.TRIAL, i] - low)
-                    pairs[at.RESPONSE, i] = FINE * (pairs[at.RESPONSE, i] + size)
-                    total += ratio * ratio * pairs[at.FORCE, i]
-                    weights += ratio * ratio
-            mean = total / weights
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                pairs[at.FORCE, i] = mean - pairs[at.FORCE, i] if model.exists[at.PAIR, i] else 0.0
-            states[at.V, s], states[LOW, s] = two_sum(high, low + mean)
-
-
-@routine
-def judge_fit(model: Model, complement: bool, fine: Any, work: Work) -> Any:
-    """The dual residual after `fit_multipliers`."""
-    pairs, num_actions, dual, bad = work.pairs, model.num_actions, 0.0, 0.0
-    for i in range(pairs.shape[1]):
-        if model.exists[at.PAIR, i]:
-            residual = abs(pairs[at.FORCE, i])
-            if model.exists[at.REST, i]:
-                own = 1.0 - pairs[at.INVERSE, i] * work.states[at.SHARE, i // num_actions]
-                residual += own * (pairs[at.RESPONSE, i] + where(fine, pairs[at.ROUNDING, i], 0.0))
-            unit = unit_of(model, i, complement, pairs)
-            error = abs(residual / unit)
-            bad += (error - error) + (unit - unit)  # 0 unless something is not finite
-            dual = max(dual, error)
-    return dual + bad
 
 
 @routine(inline=True)

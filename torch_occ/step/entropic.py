@@ -62,6 +62,8 @@ from torch_occ.step.solution import (
     check_probabilities,
     check_values,
     event_dims_of,
+    merge,
+    over,
     report,
 )
 from torch_occ.step.system import matvec
@@ -255,34 +257,34 @@ def settle(
     Return g, and the solution; its `value` belongs to the shaped loss.
     """
     weight, price = entropy
-    share, ratio, steps = 1.0, 0.5, torch.zeros_like(price[..., 0])
+    ratio = torch.full_like(price, 0.5)
     level = before = torch.maximum(weight, price)
-    older = guess
-    last = not bool((price > weight).any())
-    guess, solution = _iterate(mdp, shaped, Entropy(level, price), guess, options, last)
-    found, lower = guess, level
+    ended = (price <= weight).all(-1)
+    problem, tolerance = (mdp, shaped), options.tolerance_in(guess.dtype)
+    most = torch.full_like(ended, options.max_steps, dtype=torch.long)
+    found, solution = _iterate(*problem, Entropy(level, price), guess, tolerance, most, ended)
+    older, guess = guess, found
     for _ in range(STAGES):
-        if last:
+        active = ~ended & (ratio < 0.999).all(-1)
+        if not bool(active.any()):
             break
-        steps = steps + solution.certificate[..., 1]
-        lower = torch.maximum(weight, price * share * ratio)
-        last = not bool((lower > weight).any())
+        lower = torch.maximum(weight, level * ratio)
+        last = (lower <= weight).all(-1)
         slope = torch.where(level == before, 0.0, (lower - level) / (level - before))
         ahead = guess + slope * (guess - older)
-        most = min(options.max_steps, STAGE_STEPS + (STALL_AFTER if last else 0))
-        few = Options(options.tolerance, most)
-        found, solution = _iterate(mdp, shaped, Entropy(lower, price), ahead, few, last)
-        count = solution.certificate[..., 1]
-        good = (solution.status == Status.CONVERGED) | (solution.status == Status.STALLED)
-        if bool(good.all()):
-            older, guess, before, level, share = guess, found, level, lower, share * ratio
-            ratio = ratio**1.5 if count.max() <= 3 else ratio
-        else:
-            ratio, last = ratio**0.5, False
-    solution.certificate[..., 1] += steps
-    # When the stages run out, the solution may belong to a larger w.
-    status, there = solution.certificate[..., 0], (lower <= weight)[..., 0]
-    solution.certificate[..., 0] = torch.where(there, status, float(Status.MAX_STEPS))
+        most = (STAGE_STEPS + STALL_AFTER * last).clamp(max=options.max_steps) * active
+        there, now = _iterate(*problem, Entropy(lower, price), ahead, tolerance, most, last)
+        good = active & ((now.status == Status.CONVERGED) | (now.status == Status.STALLED))
+        ratio = torch.where(over(good, 1), ratio, ratio.sqrt())
+        ratio = torch.where(over(good & (now.steps <= 3), 1), ratio**1.5, ratio)
+        now.certificate[..., 1] += solution.certificate[..., 1]
+        solution, (found,) = solution.merge(now, active), merge(active, [there], [found])
+        ended = ended | (good & last)
+        reached = guess, there, level, lower
+        older, guess, before, level = merge(good, reached, (older, guess, before, level))
+    # Where the stages ran out, the solution may belong to a larger w.
+    status = solution.certificate[..., 0]
+    solution.certificate[..., 0] = torch.where(ended, status, float(Status.MAX_STEPS))
     return found, solution
 
 
@@ -295,24 +297,28 @@ def _iterate(
     shaped: Shaped,
     entropy: Entropy,
     guess: Tensor,
-    options: Options,
-    precise: bool,
+    tolerance: float,
+    most: Tensor,
+    precise: Tensor,
 ) -> tuple[Tensor, Solution]:
-    """Newton's method for log u(g) = g; it stops at a relative change of 0.1 unless `precise`."""
+    """Newton's method for log u(g) = g, with at most this number of steps, `(*batch,)`.
+
+    It stops at a relative change of 0.1 unless `precise`, `(*batch,)`.
+    """
     loss, eps = shaped.gaps, torch.finfo(guess.dtype).eps
-    enough, centred = eps**0.5 if precise else 0.1, conserves_mass(mdp)
+    enough, centred = torch.where(precise, eps**0.5, 0.1), conserves_mass(mdp)
     # How much log q changes with g, at least.
     share = (entropy.price / entropy.weight).squeeze(-1)
     scale = share.clamp(min=1.0)
     status = torch.full(guess.shape[:-1], Status.MAX_STEPS, device=guess.device)
-    running = torch.ones_like(status, dtype=torch.bool)
     steps, patience = torch.zeros_like(status), torch.full_like(status, STALL_AFTER)
     best = torch.full_like(guess[..., 0], torch.inf)
     decrement = torch.zeros_like(best)
-    for count in range(options.max_steps + 1):
+    running, count = most > 0, 0
+    while True:
         found = unfold(mdp, loss, entropy, guess, centred)
         off = found.log_state - guess
-        if count == options.max_steps or not bool(running.any()):
+        if not bool(running.any()):
             break
         step = invert_jacobian(mdp, entropy, found)(off)
         moved = scale * (step.abs() / error_unit(found.log_state)).amax(-1)
@@ -328,7 +334,7 @@ def _iterate(
         best = torch.minimum(best, moved)
         done = running & ((moved <= enough) | (patience == 0))
         status = torch.where(done, Status.STALLED, status)  # until certified below
-        running = running & ~done
+        running, count = running & ~done & (steps < most), count + 1
 
     q = occupancy_of(mdp, found.log_policy)
     # An error of g changes Q by kappa times it, and log pi by kappa / w times it. If kappa <= w,
@@ -340,7 +346,6 @@ def _iterate(
     dual = share * (off.abs() / error_unit(found.log_state)).amax(-1)
     dual = torch.maximum(dual, rounding_error(shaped, q, entropy.weight))
     flow = _flow_error(q, flow_of(mdp).inflow(q) + flow_source(mdp))
-    tolerance = options.tolerance_in(loss.dtype)
     certified = (dual <= tolerance) & (flow <= tolerance) & q.isfinite().all(-1).all(-1)
     status = torch.where((status == Status.STALLED) & certified, Status.CONVERGED, status)
     numbers = (status.to(q), steps.to(q), decrement.clamp(min=0).sqrt(), flow, dual)

@@ -16,7 +16,10 @@ almost without rounding errors:
   If sums differ from one by more than rounding, rows are read as they are, and the common parts of
   layers are not taken out.
 
-The remaining error is about `fineness(eps)` times the values; `_expect` estimates it.
+The remaining error is about `fineness(eps)` times the values; `_expect` estimates it. If the
+weights of psi differ much, pairs of small weight depend on digits of the multipliers that numbers
+do not have. Then the multipliers found become the potential (`recenter`), and the iteration goes
+on: what is left of them is small, and has all digits that count.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from torch_occ.mdp.occupancy import (
 )
 from torch_occ.regularizers.derivatives import Derivatives
 from torch_occ.regularizers.terms import change, keep
-from torch_occ.step.solution import Options, Solution, Status, over
+from torch_occ.step.solution import Options, Solution, Status, merge, over
 from torch_occ.step.system import factorize, is_convex
 
 
@@ -116,9 +119,33 @@ def shape_finely(mdp: LayeredMDP, loss: Tensor) -> Shaped:
     )
 
 
+def recenter(mdp: LayeredMDP, loss: Tensor, value: Tensor) -> Shaped:
+    """Return loss - E'v for multipliers v `(*batch, S)`, almost without rounding errors.
+
+    They replace the gaps of the optimal policy where these are large beside what decides.
+    """
+    conserved, fine = conserves_mass(mdp), fineness(torch.finfo(loss.dtype).eps)
+    gaps: list[Tensor] = []
+    rounding: list[Tensor] = []
+    after: Tensor | None = None
+    for k in reversed(range(mdp.horizon)):
+        here = mdp.layer_slices[k]
+        exists, own = mdp.actions[here], value[..., here]
+        high, low = two_sum(torch.where(exists, loss[..., here, :], 0.0), -own.unsqueeze(-1))
+        size = own.abs().unsqueeze(-1)
+        if after is not None:
+            ahead, rest, more = _expect(mdp.layers[k], after, torch.zeros_like(after), conserved)
+            high, lost = two_sum(high, ahead)
+            low, size = low + lost + rest, size + more
+        gaps.insert(0, torch.where(exists, high + low, 0.0))
+        rounding.insert(0, (fine * size).expand_as(high).detach())
+        after = own
+    return Shaped(join(gaps, 2), value, join(rounding, 2), None)
+
+
 def fineness(eps: float) -> float:
     """Return the error of a finely shaped loss, relative to the values."""
-    return eps * 2.0 ** (2 - _digits(eps)[1])
+    return eps * 4.0 ** (1 - _digits(eps)[1])
 
 
 def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,19 +171,22 @@ def _expect(
     The third number times `fineness(eps)` estimates their rounding errors. v is cut twice, because
     the leading part is zero where v is small beside the largest value.
     """
-    P = layer.probabilities.detach()
-    of_rows, of_values = _digits(torch.finfo(high.dtype).eps)
-    leading = layer.with_probabilities(_cut(P, 2.0 ** -torch.tensor(of_rows, dtype=P.dtype)))
-    remainder = layer.with_probabilities(P - leading.probabilities)
+    P, (of_rows, of_values) = layer.probabilities.detach(), _digits(torch.finfo(high.dtype).eps)
+    leading = _cut(P, 2.0 ** -torch.tensor(of_rows, dtype=P.dtype))
+    second = _cut(P - leading, 4.0 ** -torch.tensor(of_rows, dtype=P.dtype))
+    rows = [layer.with_probabilities(p) for p in (leading, second, (P - leading) - second)]
     coarse = _cut_values(high, of_values)
-    second = _cut_values(high - coarse, of_values)
-    left = ((high - coarse) - second) + low
-    ahead, lost = two_sum(leading.ahead(coarse), leading.ahead(second))
-    rest = lost + (remainder.ahead(coarse) + (remainder.ahead(second) + layer.ahead(left)))
+    finer = _cut_values(high - coarse, of_values)
+    left = ((high - coarse) - finer) + low
+    ahead, rest = rows[0].ahead(coarse), layer.ahead(left) + rows[2].ahead(coarse + finer)
+    for part in (rows[0].ahead(finer), rows[1].ahead(coarse), rows[1].ahead(finer)):
+        ahead, lost = two_sum(ahead, part)
+        rest = rest + lost
     if normalized:
         ones = torch.ones_like(high)
-        rest = rest - (ahead + rest) * ((leading.ahead(ones) - 1) + remainder.ahead(ones))
-    return ahead, rest, layer.ahead(coarse.abs() + second.abs() + 2.0**of_values * left.abs())
+        off = (rows[0].ahead(ones) - 1) + rows[1].ahead(ones)
+        rest = rest - (ahead + rest) * (off + rows[2].ahead(ones))
+    return ahead, rest, layer.ahead(coarse.abs() + finer.abs() + 4.0**of_values * left.abs())
 
 
 def _cut(x: Tensor, grid: Tensor) -> Tensor:
@@ -247,15 +277,22 @@ def newton(
     The loss `(*batch, S, A)` has the full batch shape, and `derive` is q -> gradient and Hessian of
     psi_t. The start is the occupancy of an interior policy.
     """
-    solution, rounding = _descend(flow, derive, shape_loss(flow.mdp, loss), start, options)
+    solution, rounding, base = _descend(flow, derive, shape_loss(flow.mdp, loss), start, options)
     ended = (solution.status == Status.STALLED) | solution.converged
-    coarse = ended & (rounding > options.tolerance_in(loss.dtype) * _COARSE)
-    if bool(coarse.any()):
+    again = ended & (rounding > options.tolerance_in(loss.dtype) * _COARSE)
+    for count in range(1 + _REFINEMENTS):
+        again = solution.status == Status.STALLED if count else again
+        if not bool(again.any()):
+            continue
         # Sums of losses along an episode have too few digits for the certificate. Compute them
-        # again without rounding errors.
-        finely, _ = _descend(flow, derive, shape_finely(flow.mdp, loss), solution.q, options)
-        finely.certificate[..., 1] += solution.certificate[..., 1]  # steps
-        solution = solution.merge(finely, coarse)
+        # again without rounding errors, and then relative to the multipliers found.
+        mdp = flow.mdp
+        shaped = recenter(mdp, loss, base) if count else shape_finely(mdp, loss)
+        found, _, more = _descend(flow, derive, shaped, solution.q, options)
+        found.certificate[..., 1] += solution.certificate[..., 1]  # steps
+        better = found.dual_residual < solution.dual_residual
+        better = again & better if count else again
+        solution, (base,) = solution.merge(found, better), merge(better, [more], [base])
     return solution
 
 
@@ -265,8 +302,11 @@ def _descend(
     shaped: Shaped,
     start: Tensor,
     options: Options,
-) -> tuple[Solution, Tensor]:
-    """Minimize for a shaped loss; also return the error of q from rounding there, `(*batch,)`."""
+) -> tuple[Solution, Tensor, Tensor]:
+    """Minimize for a shaped loss; also return the error of q from rounding there, `(*batch,)`.
+
+    The third result is v without what belongs to slopes in 1 - q, `(*batch, S)`.
+    """
     mdp, dtype = flow.mdp, shaped.gaps.dtype
     eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).tiny / torch.finfo(dtype).eps
     source, nothing = flow_source(mdp), torch.zeros_like(shaped.value)
@@ -338,27 +378,6 @@ def _descend(
     tolerance, uphill = options.tolerance_in(dtype), slope(psi, left_out)
     unit = keep("pair", mdp, psi.unit(q), torch.inf).abs()
     residual = _residual(mdp, uphill, unit, value)
-    moved = torch.zeros_like(running)
-    for left in reversed(range(_REFINEMENTS)):
-        unsure = (status == Status.STALLED) & ~(residual <= tolerance)
-        if not bool((unsure | moved).any()):
-            break
-        # Multipliers with more digits may fit q better. If not, what is left of the equation is
-        # accurate enough for another step.
-        v, off, lost = _fit(mdp, uphill, unit)
-        lost = _others(mdp, psi.hessian.curvature) * lost
-        found = ((off.abs() + lost) / unit).amax((-2, -1))
-        better = moved | (found < residual)
-        value = torch.where(over(better, 1), v, value)
-        residual = torch.where(better, found, residual)
-        dq, _ = factorize(psi.hessian, system, q).solve(-off, nothing, nothing)
-        small = _relative_change(flow, psi, q, dq)[1] < 0.1
-        moved = (status == Status.STALLED) & ~(residual <= tolerance) & small & (left > 0)
-        if not bool(moved.any()):
-            break
-        q = torch.where(over(moved, 2), retract(q + dq), q)
-        psi = derive(q)
-        uphill, unit = slope(psi, left_out), keep("pair", mdp, psi.unit(q), torch.inf).abs()
     lost = (shaped.rounding + eps * keep("pair", mdp, psi.gradient.abs(), 0.0)) / unit
     rounding = lost.amax((-2, -1))
     if bool((rounding > tolerance * _COARSE).any()):
@@ -382,8 +401,8 @@ def _descend(
     decrement = decrement.clamp(min=0).sqrt()
     numbers = (status.to(q), steps.to(q), decrement, flow_error, dual_residual)
     certificate = torch.stack(numbers, -1)
-    value = value + shaped.value + potential(mdp, shaped.constants) + potential(mdp, left_out)
-    return Solution(q, value, certificate), rounding
+    base = value + shaped.value + potential(mdp, shaped.constants)
+    return Solution(q, base + potential(mdp, left_out), certificate), rounding, base
 
 
 #: Rounding errors of the shaping below this fraction of the tolerance are ignored. Above it, the
@@ -444,38 +463,6 @@ def _residual(mdp: LayeredMDP, slope: Tensor, unit: Tensor, value: Tensor) -> Te
         terms = slope.abs() + shaping.abs() + torch.finfo(slope.dtype).tiny
         unit = torch.where(alone, torch.maximum(terms, unit), unit)
     return ((slope - shaping) / unit).abs().amax((-2, -1))
-
-
-def _fit(mdp: LayeredMDP, slope: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the v that fits slope = E'v, slope - E'v, and an estimate of its rounding errors.
-
-    v is found state by state from the last layer to the first, each by least squares in these
-    units, and with more digits than a number has. Where the units of a state differ much, a number
-    v would be too coarse for the smallest of them.
-    """
-    conserved, fine = conserves_mass(mdp), fineness(torch.finfo(slope.dtype).eps)
-    weight = (unit.amin(-1, keepdim=True) / unit).square()
-    weight = weight / weight.sum(-1, keepdim=True)
-    slopes, weights = mdp.split(slope, -2), mdp.split(weight, -2)
-    values: list[tuple[Tensor, Tensor]] = []
-    off: list[Tensor] = []
-    rounding: list[Tensor] = []
-    for k in reversed(range(mdp.horizon)):
-        high, low = slopes[k], torch.zeros_like(slopes[k])
-        size = low
-        if values:
-            ahead, rest, size = _expect(mdp.layers[k], *values[0], conserved)
-            high, lost = two_sum(high, ahead)
-            high, low = two_sum(high, lost + rest)
-        softest = weights[k].argmax(-1, keepdim=True)
-        base, tail = high.gather(-1, softest), low.gather(-1, softest)
-        apart = (high - base) + (low - tail)
-        mean = (weights[k] * apart).sum(-1, keepdim=True)
-        off.insert(0, apart - mean)
-        rounding.insert(0, fine * (size + size.gather(-1, softest)))
-        values.insert(0, two_sum(base.squeeze(-1), (tail + mean).squeeze(-1)))
-    left = keep("pair", mdp, join(off, 2), 0.0)
-    return join([high for high, _ in values], 1), left, join(rounding, 2)
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
