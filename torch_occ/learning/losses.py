@@ -391,13 +391,13 @@ def _empty_losses(name: str, loss: Tensor, *given: Any) -> tuple[Tensor, Tensor]
     return loss.new_empty(batch, dtype=step.mdp.dtype), slope
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_slope(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.shape = inputs[1].shape
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(output[1])
 
 
-def _pull_back(ctx: Any, bar: Tensor, _: Any) -> tuple[Any, ...]:
+def _scale_slope(ctx: Any, bar: Tensor, _: Any) -> tuple[Any, ...]:
     (slope,) = ctx.saved_tensors
     loss_bar = (bar[..., None, None] * slope).sum_to_size(ctx.shape).to(slope.dtype)
     return None, loss_bar, None, None, None, None
@@ -407,8 +407,8 @@ def _pull_back(ctx: Any, bar: Tensor, _: Any) -> tuple[Any, ...]:
     "fenchel_young(str name, Tensor loss, Tensor target, Tensor t, Tensor? start, bool empirical)"
     " -> (Tensor, Tensor)",
     _empty_losses,
-    _pull_back,
-    _save,
+    _scale_slope,
+    _save_slope,
 )
 def fenchel_young(
     name: str, loss: Tensor, target: Tensor, t: Tensor, start: Tensor | None, empirical: bool
