@@ -179,7 +179,7 @@ def test_a_cell_saves_when_the_driver_is_ended(tmp_path, log):
         driver.send_signal(signal.SIGTERM)
         driver.communicate(timeout=60)
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
-    assert (checkpoint / "run").exists()
+    wait_for((checkpoint / "run").exists)  # the cell may end after its driver
 
 
 def test_a_killed_cell_continues_from_its_checkpoint(tmp_path):
