@@ -243,10 +243,8 @@ def test_large_multipliers_ahead_hide_no_digit(backend):
     mdp = occ.LayeredMDP([rows, torch.ones(2, 2, 1, dtype=F64)])
     psi = occ.LogBarrier(occ.PerPair(mdp, beta.expand(3, 2).to(F64)))
     solution = occ.FTRLStep(mdp, psi, backend=backend).solve(LOSS[:3, :2])
-    d, found = (
-        float(LOSS[0, 1] - LOSS[0, 0]),
-        float(solution.q.detach()[0, 0]),
-    )  # 1 / q(1) - 1 / q(0) = d
+    d, found = float(LOSS[0, 1] - LOSS[0, 0]), float(solution.q.detach()[0, 0])
+    # 1 / (1 - q) - 1 / q = d
     assert found == pytest.approx((d - 2 + (d * d + 4) ** 0.5) / (2 * d), 1e-13)
 
 
