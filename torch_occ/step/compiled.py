@@ -559,7 +559,7 @@ def _memory(
     return kernels.make_room(*sizes, model, new), make_work(model, new), own
 
 
-# -- Compiled sweeps for torch_occ.step.system: separable Hessians, sparse transitions --------------
+# -- Compiled sweeps for torch_occ.step.system: separable Hessians, sparse transitions ------------
 
 
 def applies(mdp: LayeredMDP) -> bool:
