@@ -54,7 +54,7 @@ class LayeredMDP:
     Args:
         transitions: one tensor per layer k = 0..L-1, `P_k[s, a, s'] = P(s' | s, a)` of shape
             `(*batch, S_k, A, S_{k+1})`; the last one leads to the single terminal state. They may
-            check_that gradients. A layer may also be a sparse tensor `(S_k * A, S_{k+1})`, with one
+            require gradients. A layer may also be a sparse tensor `(S_k * A, S_{k+1})`, with one
             row per pair; it is never made dense.
         actions: boolean mask `(S, A)` of the actions of each state; all by default. The
             transitions of masked pairs are ignored.
