@@ -248,6 +248,6 @@ def test_large_multipliers_ahead_hide_no_digit(backend):
     assert found == pytest.approx((d - 2 + (d * d + 4) ** 0.5) / (2 * d), 1e-13)
 
 
-def test_the_fit_of_multipliers_reads_rows_as_distributions():
+def test_multipliers_read_rows_as_distributions():
     step, loss = barriers((1e-8, 1.0), seed=13, off=40)
     assert step.solve(loss, check=False).dual_residual < 5e-12
