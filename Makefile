@@ -11,11 +11,14 @@ RUN ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# The demo needs half of what the tests need. A first figure does not wait for the rest.
+DEMO := $(or $(wildcard $(READY)),$(VENV)/.demo)
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 .DELETE_ON_ERROR:
 .PHONY: demo test test-lowest test-newest test-machines lint format board bench docs clean help
 
-demo: $(READY)  ## play one algorithm in both worlds, then swap and differentiate (the default)
+demo: $(DEMO)  ## play one algorithm in both worlds, then swap and differentiate (the default)
 	$(BIN)/python -m experiments.demo $(ARGS)
 
 test: $(READY)  ## run the tests
@@ -52,7 +55,7 @@ format: $(READY)  ## sort imports, fix what is safe to fix, format
 LOGS = $(shell find runs/$(RUN)* -name 'events.out.tfevents.*' -exec ls -t {} + 2>/dev/null \
 	| head -n 1 | cut -d / -f 1,2)
 
-board: $(READY)  ## open TensorBoard on the newest run, or on that of RUN=<experiment>
+board: $(DEMO)  ## open TensorBoard on the newest run, or on that of RUN=<experiment>
 	@test -n "$(LOGS)" || { echo "no TensorBoard log in runs/$(RUN)*; try: make demo" >&2; exit 1; }
 	$(BIN)/tensorboard --logdir $(LOGS) $(ARGS)
 
@@ -63,8 +66,7 @@ docs: $(READY).docs  ## build the documentation into build/site; warnings are er
 	$(BIN)/zensical build --clean --strict $(ARGS)
 
 $(READY).docs: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints.txt --editable '.[docs]'
+	$(INSTALL) '.[docs]'
 	@touch $@
 
 clean:  ## remove the environment, caches and build leftovers; runs/ stays
@@ -76,9 +78,11 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # Written last, so that an interrupted installation is taken up again.
-$(READY): pyproject.toml constraints.txt
+$(VENV)/.demo: EXTRA = experiments
+$(READY): EXTRA = all
+$(VENV)/.demo $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "PYTHON=$(PYTHON) is missing or older than 3.11, which torch_occ needs. Name another one: make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all]'
+	$(INSTALL) '.[$(EXTRA)]'
 	@touch $@
