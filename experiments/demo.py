@@ -33,7 +33,8 @@ def swap(mdp: occ.LayeredMDP, mean: torch.Tensor, episodes: int = 300) -> None:
 
 def differentiate(mdp: occ.LayeredMDP, mean: torch.Tensor, t: int = 1000) -> None:
     """Print the expected regret of q_t in one episode and its gradient in the constants."""
-    step, gaps = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=1.0)), occ.optimal_policy(mdp, mean).gaps
+    step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=1.0), backend="torch")  # nothing to compile
+    gaps = occ.optimal_policy(mdp, mean).gaps
     regret = (step(t * mean, t) * gaps).sum()
     regret.backward()
     rows = []
