@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import mpmath
 import numpy as np
@@ -33,7 +33,6 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Floats = NDArray[np.float64]
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: q below this may be anything below it: doubles lose their relative accuracy there.
 FLOOR = 1e-300
@@ -92,12 +91,6 @@ def over(x: Any, y: Any) -> Any:
     return x / y
 
 
-def _inner(function: Function) -> Function:
-    """Compile a function that others call, not Python."""
-    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return cast("Function", njit(cache=True, error_model="numpy", **options)(function))
-
-
 # A sum of two doubles (Dekker) is kept as the two parts of a complex number.
 
 
@@ -110,22 +103,22 @@ ROOTS = np.array([_halves(CONTEXT.mpf(2) ** (CONTEXT.mpf(j) / 1024)) for j in ra
 LOG_2, THIRD = _halves(CONTEXT.ln2 / 1024), _halves(CONTEXT.mpf(1) / 3)
 
 
-@_inner
-def _two_sum(a: Any, b: Any) -> Any:
+@njit(cache=True, error_model="numpy")
+def _two_sum(a: float, b: float) -> complex:
     total = a + b
     part = total - a
     return complex(total, (a - (total - part)) + (b - part))
 
 
-@_inner
-def _add(x: Any, y: Any) -> Any:
+@njit(cache=True, error_model="numpy")
+def _add(x: complex, y: complex) -> complex:
     high, low = _two_sum(x.real, y.real), _two_sum(x.imag, y.imag)
     high = _two_sum(high.real, high.imag + low.real)
     return _two_sum(high.real, high.imag + low.imag)
 
 
-@_inner
-def _times(x: Any, y: Any) -> Any:
+@njit(cache=True, error_model="numpy")
+def _times(x: complex, y: complex) -> complex:
     u, v = 1.0 if abs(x.real) < 1e290 else 2.0**-99, 1.0 if abs(y.real) < 1e290 else 2.0**-99
     x, y = complex(x.real * u, x.imag * u), complex(y.real * v, y.imag * v)
     a, b = 134217729.0 * x.real, 134217729.0 * y.real  # 2^27 + 1
@@ -136,8 +129,8 @@ def _times(x: Any, y: Any) -> Any:
     return complex(found.real / u / v, found.imag / u / v)
 
 
-@_inner
-def _over(x: Any, y: Any) -> Any:
+@njit(cache=True, error_model="numpy")
+def _over(x: complex, y: complex) -> complex:
     first = x.real / y.real
     rest = _add(x, -_times(complex(first), y))
     second = rest.real / y.real
@@ -145,8 +138,8 @@ def _over(x: Any, y: Any) -> Any:
     return _add(_two_sum(first, second), complex(rest.real / y.real))
 
 
-@_inner
-def _exp(x: Any) -> Any:
+@njit(cache=True, error_model="numpy")
+def _exp(x: complex) -> complex:
     if not -740.0 < x.real < 710.0:
         return complex(np.exp(x.real))
     n = np.round(x.real / LOG_2.real)
@@ -159,8 +152,8 @@ def _exp(x: Any) -> Any:
     return complex(math.ldexp(found.real, whole), math.ldexp(found.imag, whole))
 
 
-@_inner
-def _log(x: Any) -> Any:
+@njit(cache=True, error_model="numpy")
+def _log(x: complex) -> complex:
     first = complex(np.log(x.real))
     rest = _add(_times(x, _exp(-first)), -1 + 0j)
     return _add(first, _add(rest, complex(-0.5 * rest.real * rest.real)))
@@ -169,7 +162,7 @@ def _log(x: Any) -> Any:
 #: What replaces the arithmetic above when the judge is compiled.
 DOUBLES: dict[str, Any] = {"add": _add, "times": _times, "over": _over, "exp": _exp, "log": _log}
 DOUBLES |= {"NUMBER": np.complex128, "LINEAR": np.float64, "number": complex}
-DOUBLES |= {"rough": _inner(lambda x: x.real), "rough_exp": np.exp}
+DOUBLES |= {"rough": njit(cache=True)(lambda x: x.real), "rough_exp": np.exp}
 
 
 # -- one problem ----------------------------------------------------------------------------------
@@ -568,12 +561,11 @@ def in_doubles() -> Callable[..., Floats]:
     names = {**globals(), **DOUBLES}
     for function in (
         *(numbers, normalize, shape, log_sum, at, settle, direction, eliminate, psi, derivatives),
-        *(settle_with, judge_one),
+        *(settle_with, judge_one, judge_all),
     ):
         again = FunctionType(function.__code__, names, function.__name__)
-        names[function.__name__] = _inner(again)
-    whole = FunctionType(judge_all.__code__, names, "judge_all")
-    return njit(cache=True, error_model="numpy")(whole)
+        names[function.__name__] = njit(cache=True, error_model="numpy")(again)
+    return names["judge_all"]
 
 
 def judge(

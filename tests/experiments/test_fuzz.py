@@ -45,6 +45,18 @@ def test_every_kind(kind):
         assert found.certified > 0
 
 
+def test_a_hundred_thousand_steps(tmp_path):
+    """None is wrong, and no reasonable one is refused."""
+    kinds, given = ("reasonable", "extreme"), {"backends": ("auto",), "processes": 1}
+    args = fuzz.Args(steps=100_000, kinds=kinds, batch=256, seed=1, **given)
+    tallies = fuzz.campaign(args, tmp_path)
+    assert sum(found.steps for found in tallies.values()) > 95_000
+    assert fuzz.conclude(tallies.values())[1] == 0
+    for cell, found in tallies.items():
+        assert found.judged == found.certified
+        assert found.certified == found.steps or cell.kind == "extreme"
+
+
 def test_from_the_command_line(tmp_path, capsys):
     kinds = ("reasonable", "extreme")
     code = fuzz.main(small(tmp_path, kinds, "tsallis", "shannon"))
