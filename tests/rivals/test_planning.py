@@ -92,9 +92,8 @@ def test_indices_from_any_guess():
     mean = np.array([0.4, 0.1, 0.6, 0.01, 1e-4, 0.5, 1 - 1e-4, 0.3])
     for log in np.linspace(np.log(2.0), np.log(1e6), 20):
         expected = oracles.kl_lower(*map(torch.from_numpy, (mean, log / visits))).numpy()
-        for guess in (1.0, 1e-9, expected, 0.9 * expected, mean, 0.5 * (expected + mean)):
-            found = indices(mean, log / visits, np.log(guess * np.ones_like(mean)))
-            assert abs(found - expected).max() < 1e-10
+        for guess in (1 + 0 * mean, 1e-9 * mean, expected, mean, 0.5 * (expected + mean)):
+            assert abs(indices(mean, log / visits, np.log(guess)) - expected).max() < 1e-10
 
 
 # -- variates --------------------------------------------------------------------------------------
