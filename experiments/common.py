@@ -10,7 +10,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from io import BytesIO, StringIO
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
+from tqdm import tqdm
 
 import torch_occ as occ
 from torch_occ.game.figures import COLOURS as COLOURS
@@ -212,7 +213,8 @@ def play_all(games: Sequence[Game], runs: Runs, directory: Path) -> Histories:
         found[game.environment, game.name] = history
         label = f"{game.environment}, {game.name}".ljust(width)
         took = seconds(float(history.wall_time[-1]))
-        print(f"  {label}  regret {history.regret[:, -1].mean():9.1f}   {took:>7}", flush=True)
+        with tqdm.external_write_mode():
+            print(f"  {label}  regret {history.regret[:, -1].mean():9.1f}   {took:>7}", flush=True)
 
     size = f"{len(games)} games of {runs.episodes:,} episodes, {runs.seeds} seeds each"
     print(f"{size}; {machine()}", flush=True)
@@ -222,10 +224,14 @@ def play_all(games: Sequence[Game], runs: Runs, directory: Path) -> Histories:
     else:
         # Fresh interpreters: a forked one would inherit torch's locked threads.
         spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(runs.processes, mp_context=spawn) as pool:
+        bar = tqdm(total=len(games), unit="game", mininterval=0.5, miniters=0, disable=None)
+        with bar, ProcessPoolExecutor(runs.processes, mp_context=spawn) as pool:
             futures = {pool.submit(play, game, runs, directory): game for game in games}
-            for future in as_completed(futures):
-                done(futures[future], future.result())
+            while futures:
+                finished = wait(futures, timeout=1.0, return_when=FIRST_COMPLETED).done
+                for future in finished:
+                    done(futures.pop(future), future.result())
+                bar.update(len(finished))
     return {(game.environment, game.name): found[game.environment, game.name] for game in games}
 
 

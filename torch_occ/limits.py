@@ -36,7 +36,7 @@ from torch import Tensor
 
 from torch_occ._support.choices import extra
 from torch_occ._support.constants import TIE
-from torch_occ.mdp.checks import as_tensor
+from torch_occ.mdp.checks import as_tensor, check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import optimal_policy
 
@@ -368,8 +368,7 @@ def lower_bound(
     """
     mdp, mean = _checked(mdp, mean)
     for name, number in (("tolerance", tolerance), ("budget", budget), ("max_rounds", max_rounds)):
-        if not number > 0:
-            raise ValueError(f"{name}: expected a positive number, got {number}")
+        check_that(number > 0, name, "a positive number", number)
     excursions = excursions_of(mdp, mean)
     visits = torch.zeros(mdp.actions.shape, dtype=torch.float64)
     if len(excursions.onward):
@@ -449,16 +448,14 @@ def _uniform_visits(excursions: Excursions) -> Floats:
 
 def _checked(mdp: LayeredMDP, mean: Tensor) -> tuple[LayeredMDP, Tensor]:
     """The MDP and the means in float64 on the CPU, or a ValueError."""
-    if not isinstance(mdp, LayeredMDP):
-        raise TypeError(f"mdp: expected an occ.LayeredMDP, got {type(mdp).__name__}")
-    if mdp.batch_shape:
-        raise ValueError(f"mdp: expected a single MDP, got a batch of {tuple(mdp.batch_shape)}")
-    mean = as_tensor(mean)
-    if not isinstance(mean, Tensor):
-        raise TypeError(f"mean: expected a torch tensor, got {type(mean).__name__}")
-    if mean.shape != mdp.actions.shape:
-        shape = tuple(mdp.actions.shape)
-        raise ValueError(f"mean: expected shape {shape}, got {tuple(mean.shape)}")
+    kind, fine = type(mdp).__name__, isinstance(mdp, LayeredMDP)
+    check_that(fine, "mdp", "an occ.LayeredMDP", kind, TypeError)
+    batch = tuple(mdp.batch_shape)
+    check_that(not batch, "mdp", "a single MDP", f"a batch of {batch}")
+    mean, shape = as_tensor(mean), tuple(mdp.actions.shape)
+    kind, fine = type(mean).__name__, isinstance(mean, Tensor)
+    check_that(fine, "mean", "a torch tensor", kind, TypeError)
+    check_that(mean.shape == shape, "mean", f"shape {shape}", tuple(mean.shape))
     mdp, mean = mdp.to("cpu", torch.float64), mean.detach().to("cpu", torch.float64)
     matters = mdp.actions & mdp.reachable.unsqueeze(-1)
     for state, action in (matters & ~((mean >= 0) & (mean <= 1))).nonzero().tolist():

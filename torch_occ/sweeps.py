@@ -32,9 +32,10 @@ from typing import Any
 import torch
 
 from torch_occ._support import files
-from torch_occ._support.choices import extra, progress_bar, summary_writer
+from torch_occ._support.choices import extra, progress_bar, summary_writer, wants_bar
 from torch_occ._support.private import processes_of
 from torch_occ._support.processes import sigterm_raises
+from torch_occ.mdp.checks import check_that
 
 Config = dict[str, Any]
 Function = Callable[..., dict[str, Any]]
@@ -90,7 +91,7 @@ def sweep(
     *,
     processes: int = 2,
     executor: Any = None,
-    progress: bool = True,
+    progress: bool | None = None,
     tensorboard: bool = True,
 ) -> SweepResult:
     """Call `function(config)` for every cell that `directory` does not hold yet.
@@ -113,7 +114,7 @@ def sweep(
         executor: runs the cells: any object whose `submit(function, *arguments)` returns one with
             `done()`, `result()` and `cancel()`. Pools of concurrent.futures, loky and mpi4py, a
             Dask client and submitit's executors are such objects. It is not closed.
-        progress: show a progress bar.
+        progress: show a progress bar; by default on a terminal.
         tensorboard: log the numbers and strings of every cell for the HParams dashboard.
 
     Returns:
@@ -126,11 +127,10 @@ def sweep(
             another version of this package.
         KeyboardInterrupt: after Ctrl-C; finished cells are stored, and unfinished ones save.
     """
-    if executor is not None and not hasattr(executor, "submit"):
-        raise ValueError(f"executor: expected an object with `submit`, got {executor!r}")
-    if processes < 1:
-        raise ValueError(f"processes: expected at least 1, got {processes}")
-    directory = Path(directory).resolve()
+    fine = executor is None or hasattr(executor, "submit")
+    check_that(fine, "executor", "an object with `submit`", repr(executor))
+    check_that(processes >= 1, "processes", "at least 1", processes)
+    directory, shown = Path(directory).resolve(), wants_bar(progress)
     store, checkpoints = directory / "cells", directory / "checkpoints"
     store.mkdir(parents=True, exist_ok=True)
     configs = _named(function, cells)
@@ -151,14 +151,14 @@ def sweep(
             log(name)
     with (
         sigterm_raises(),
-        progress_bar(len(configs), len(found), "cell") if progress else nullcontext() as bar,
-        closing(_run(executor, processes, submit, missing)) as work,
+        progress_bar(len(configs), len(found), "cell") if shown else nullcontext() as bar,
+        closing(_run(executor, processes, submit, missing, bar)) as work,
     ):
         for name, outcome in work:
             if isinstance(outcome, Failure):
                 failures.append(replace(outcome, config=configs[name]))
-                if bar is not None:
-                    bar.write(f"failed: {failures[-1]}")
+                if progress is not False:
+                    (print if bar is None else bar.write)(f"failed: {failures[-1]}")
             else:
                 found[name] = outcome
                 with _warning_if_full():
@@ -212,7 +212,7 @@ def attempt(
 
 
 def _run(
-    executor: Any, processes: int, submit: Callable[[Any, str], Any], waiting: list[str]
+    executor: Any, processes: int, submit: Callable[[Any, str], Any], waiting: list[str], bar: Any
 ) -> Outcomes:
     """Yield the name of each cell with its outcome, from the executor or from local processes.
 
@@ -256,6 +256,8 @@ def _run(
                     "others are stored: run the sweep again with a new executor to continue"
                 ) from broken
             if not finished:
+                if bar is not None:
+                    bar.update(0)  # its clock goes on
                 time.sleep(LOOK_EVERY)
     except BaseException:
         for process in (process for pool in pools for process in processes_of(pool)):
@@ -311,14 +313,14 @@ def _named(function: Function, cells: Sequence[Config]) -> dict[str, Config]:
     seen, found = dict[str, int](), dict[str, Config]()
     for i, config in enumerate(cells):
         try:
+            shown = ",".join(f"{key}={config[key]}" for key in sorted(config))
             text = json.dumps(config, sort_keys=True, allow_nan=False)
         except (TypeError, ValueError) as error:
-            reason = f"cell {i}, {config!r}, is not what JSON can hold: {error}"
+            reason = f"cell {i}, {config!r}, is no dictionary that JSON can hold: {error}"
             raise ValueError(f"cells: {reason}") from error
         if text in seen:
             raise ValueError(f"cells: cells {seen[text]} and {i} are the same, {text}")
         seen[text] = i
-        shown = ",".join(f"{key}={config[key]}" for key in sorted(config))
         shown = re.sub(r"[^\w.,=+-]+", "_", shown).lstrip("._-")[:100]
         key = hashlib.sha256(f"{module}.{name}:{text}".encode()).hexdigest()[:12]
         found[f"{shown}-{key}"] = config

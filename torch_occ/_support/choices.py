@@ -101,7 +101,7 @@ def progress_bar(total: int, done: int, unit: str, label: str = "", after: float
     with extra("experiments", "the progress bar needs tqdm"):
         from tqdm import tqdm
     shown = {"desc": label or None, "unit": unit, "dynamic_ncols": True}
-    return tqdm(total=total, initial=done, mininterval=0.5, delay=after, **shown)
+    return tqdm(total=total, initial=done, mininterval=0.5, miniters=0, delay=after, **shown)
 
 
 def summary_writer(directory: str | Path, **options: Any) -> Any:

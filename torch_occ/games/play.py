@@ -21,6 +21,7 @@ from torch_occ.game.learners import FTRL, FixedPolicy, FollowTheLeader, Learner
 from torch_occ.game.losses import BernoulliLosses
 from torch_occ.game.simulate import simulate
 from torch_occ.games.tree import ExtensiveGame, GamePolicy, Treeplex
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import invert
 from torch_occ.mdp.occupancy import interior_point, policy_of
@@ -277,11 +278,9 @@ def self_play(
     Raises:
         ValueError, TypeError, KeyboardInterrupt: as `occ.simulate`.
     """
-    if feedback not in ("full", "bandit"):
-        raise ValueError(f"feedback: expected full or bandit, got {feedback!r}")
+    check_that(feedback in ("full", "bandit"), "feedback", "full or bandit", repr(feedback))
     given = [*map(learners, game.treeplexes)] if callable(learners) else [*learners]
-    if len(given) != 2:
-        raise ValueError(f"learners: expected one for each of two players, got {len(given)}")
+    check_that(len(given) == 2, "learners", "one for each of two players", len(given))
     match = Match(game, given, feedback == "full")
     losses = BernoulliLosses(torch.zeros(1, 1, dtype=torch.float64))
     options["callbacks"] = [match, *options.get("callbacks", ())]

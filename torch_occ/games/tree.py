@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import extra
-from torch_occ.mdp.checks import check_table
+from torch_occ.mdp.checks import check_table, check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.regularizers.base import Regularizer
@@ -271,8 +271,7 @@ class ExtensiveGame:
 
     def treeplex(self, player: int) -> Treeplex:
         """The strategies of a player, 0 or 1."""
-        if player not in (0, 1):
-            raise ValueError(f"player: expected 0 or 1, got {player!r}")
+        check_that(player in (0, 1), "player", "0 or 1", repr(player))
         return self.treeplexes[player]
 
     def reach(self, player: int, q: Tensor) -> Tensor:

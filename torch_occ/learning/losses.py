@@ -19,7 +19,7 @@ from torch_occ._support.private import (
     versions_of,
     with_autograd,
 )
-from torch_occ.mdp.checks import broadcast
+from torch_occ.mdp.checks import broadcast, check_that
 from torch_occ.mdp.layered import LayeredMDP, remembered
 from torch_occ.mdp.layers import DenseLayer
 from torch_occ.mdp.occupancy import flow_adjoint, flow_of, flow_residual, flow_source
@@ -270,6 +270,13 @@ class Envelope(torch.autograd.Function):
 # (torch_occ.step.implicit).
 
 
+def _model(step: FTRLStep, mdp: LayeredMDP | None) -> LayeredMDP:
+    """Return the MDP of a call; a TypeError if the first argument is no step."""
+    kind, fine = type(step).__name__, isinstance(step, FTRLStep)
+    check_that(fine, "step", "an occ.FTRLStep", kind, TypeError)
+    return step.mdp if mdp is None else mdp
+
+
 def fenchel_young_loss(
     step: FTRLStep,
     loss: Tensor,
@@ -323,7 +330,7 @@ def fenchel_young_loss(
             return _between_graphs(step, loss, target, t, **named)
         now = torch.as_tensor(step.episode(t), dtype=facts.dtype, device=facts.device)
         return fenchel_young(step.name_in_graphs, loss, target, now, warm_start, empirical)[0]
-    model = step.mdp if mdp is None else mdp
+    model = _model(step, mdp)
     target, entropies = check_target(model, target, step.constraints, empirical)
     t = step.episode(t)
     now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
@@ -589,7 +596,7 @@ def expected_cost(
     Raises:
         SolveError, TypeError, ValueError: as the step; also if the cost has another shape.
     """
-    model = step.mdp if mdp is None else mdp
+    model = _model(step, mdp)
     if isinstance(cost, Tensor) and cost.is_floating_point():
         cost = cost.to(model.dtype)
     check_like("cost", cost, model)
@@ -637,7 +644,7 @@ def negative_log_likelihood(
         TypeError: if states or actions are not tensors of integers.
         SolveError: as the step.
     """
-    model = step.mdp if mdp is None else mdp
+    model = _model(step, mdp)
     t = step.episode(t)
     now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
     given = _padded(model, states, actions)

@@ -208,8 +208,8 @@ def _by_depth(used: list[Step], nodes: Iterable[Node], source: Node, target: Nod
     except CycleError as error:
         cycle = error.args[1]  # each node comes before the next one
         raise ValueError(
-            f"graph: it has the cycle {' -> '.join(map(repr, cycle))}; a layered MDP needs a graph "
-            "without cycles"
+            f"graph: it has the cycle {' -> '.join(map(repr, cycle))}; give a horizon, the largest "
+            "number of edges of a walk"
         ) from None
     layers: list[Moves] = [{} for _ in range(depth[target])]
     for node in nodes:

@@ -114,9 +114,8 @@ def from_arrays(
     entries = []
     for a, piece in enumerate(pieces):
         if piece.shape != (num_states, num_states):
-            raise unexpected(
-                f"transition: action {a}", f"shape ({num_states}, {num_states})", piece.shape
-            )
+            shape = f"shape ({num_states}, {num_states}); an array may also be (S, A, S)"
+            raise ValueError(f"transition: action {a}: got {piece.shape}, expected {shape}")
         state, after = piece.nonzero()
         values = np.asarray(piece[state, after], dtype=np.float64).ravel()
         entries.append((state, np.full(len(state), a), after, values))

@@ -137,12 +137,12 @@ class LayeredMDP:
         Raises:
             ValueError: if a size is less than one, or the concentration is not positive.
         """
-        sizes = {"horizon": horizon, "width": width, "num_actions": num_actions}
+        sizes = {"seed": seed, "horizon": horizon, "width": width, "num_actions": num_actions}
         for name, number in sizes.items():
-            check_that(number >= 1, name, "at least 1", number)
+            whole = isinstance(number, SupportsIndex)
+            check_that(whole, name, "a whole number", type(number).__name__, TypeError)
+            check_that(number >= 1 or name == "seed", name, "at least 1", number)
         check_that(concentration > 0, "concentration", "a positive number", concentration)
-        whole = isinstance(seed, SupportsIndex)
-        check_that(whole, "seed", "a whole number", type(seed).__name__, TypeError)
         generator = torch.Generator().manual_seed(operator.index(seed))
         shapes = [(n, num_actions, m) for n, m in pairwise([1, *[width] * (horizon - 1), 1])]
         return cls([_dirichlet(shape, concentration, generator).to(dtype) for shape in shapes])
@@ -538,7 +538,11 @@ class LayeredMDP:
 
     def lift(self, table: Tensor) -> Tensor:
         """Map a table `(*batch, original S, A)` to this MDP; zero in the absorbing end."""
-        lifted = as_tensor(table).index_select(-2, self.origin.clamp(min=0))
+        table, last = as_tensor(table), int(self.origin.max())
+        expected = f"shape (*batch, S, A) with a row for each of your states, 0 to {last} or more"
+        fine = table.dim() > 1 and table.shape[-2] > last
+        check_that(fine, "table", expected, tuple(table.shape))
+        lifted = table.index_select(-2, self.origin.clamp(min=0))
         return torch.where((self.origin == ABSORBING).unsqueeze(-1), 0.0, lifted)
 
 

@@ -6,7 +6,6 @@ finite MDP is a list of outcomes (state, action, next state, probability), and s
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from numbers import Integral
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torch_occ.mdp.checks import Table, as_tensor, check_rows, check_that
+from torch_occ.mdp.checks import Table, check_rows, check_that
 
 #: Instead of a state: the episode is over. It is the `origin` of the absorbing end, and the next
 #: state of an outcome that ends the episode.
@@ -125,14 +124,12 @@ def unroll(
     check_that(whole, "horizon", "a whole number", repr(horizon), TypeError)
     check_that(horizon >= 1, "horizon", "at least 1", horizon)
     num_states, num_actions = outcomes.actions.shape
-    device = outcomes.probability.device
-    initial = as_tensor(initial)
-    if not isinstance(initial, Tensor):
-        initial = operator.index(initial)
+    dtype, device = outcomes.probability.dtype, outcomes.probability.device
+    if isinstance(initial, Integral):
         if not 0 <= initial < num_states:
             raise ValueError(f"initial: state {initial} is not one of the {num_states} states")
-        index = torch.arange(num_states, device=device)
-        initial = (index == initial).to(outcomes.probability.dtype)
+        initial = torch.arange(num_states) == int(initial)
+    initial = torch.as_tensor(initial, dtype=dtype, device=device)
     fine = initial.shape == (num_states,)
     check_that(fine, "initial", f"shape ({num_states},)", tuple(initial.shape))
     check_rows("initial", initial.detach())

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.mdp.checks import broadcast
+from torch_occ.mdp.checks import broadcast, check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers import parameters
 from torch_occ.regularizers import terms as tables
@@ -98,15 +98,11 @@ class Regularizer(Parametrized):
         return self if other == 0 else NotImplemented  # sum([...]) starts from 0
 
     def __mul__(self, factor: Schedule | float) -> Scaled:
-        if not isinstance(factor, Schedule | int | float):
-            return NotImplemented
         return Scaled(self, factor, 1)
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Schedule | float) -> Scaled:
-        if not isinstance(divisor, Schedule | int | float):
-            return NotImplemented
         return Scaled(self, divisor, -1)
 
 
@@ -191,6 +187,9 @@ class Scaled(Frozen, Regularizer):
 
     def __init__(self, regularizer: Regularizer, factor: Schedule | float, power: int) -> None:
         super().__init__()
+        kind, advice = type(factor).__name__, "; occ.Constant(x) is a Schedule"
+        fine = isinstance(factor, Schedule | int | float)
+        check_that(fine, "factor", "a positive number or a Schedule", f"{kind}{advice}", TypeError)
         if not isinstance(factor, Schedule) and not 0 < factor < math.inf:
             raise ValueError(f"a regularizer can only be scaled by a positive number, got {factor}")
         self.regularizer, self.factor, self.power = regularizer, factor, power

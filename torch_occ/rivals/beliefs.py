@@ -23,6 +23,7 @@ from torch_occ.engine.layout import PAIR, Floats, Ints, Model, routine
 from torch_occ.engine.play import Game
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners import Learner
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 
 Table = tuple[Tensor, ...]  # one tensor (*batch, S_k, A, S_{k+1}) per layer
@@ -88,8 +89,7 @@ def empirical_transitions(
 
 def check_pseudo_count(value: float) -> None:
     """Raise a ValueError if a pseudo-count is negative."""
-    if not value >= 0:
-        raise ValueError(f"pseudo_count: expected a number of at least 0, got {value}")
+    check_that(value >= 0, "pseudo_count", "a number of at least 0", value)
 
 
 # -- Confidence widths of the empirical transitions, and the bonuses that follow from them ---------
@@ -134,8 +134,7 @@ class Widths(NamedTuple):
         Raises:
             ValueError: if the name is unknown, or T or delta is missing or out of range.
         """
-        if name not in SOURCES:
-            raise ValueError(f"widths: expected one of {', '.join(SOURCES)}, got {name!r}")
+        check_that(name in SOURCES, "widths", f"one of {', '.join(SOURCES)}", repr(name))
         if name == "practical":
             return cls(*SOURCES[name], 1.0)
         if episodes is None or episodes < 1:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torch_occ._support import constants
-from torch_occ.mdp.checks import broadcast, check_table
+from torch_occ.mdp.checks import as_tensor, broadcast, check_table, check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import optimal_policy
 
@@ -66,10 +67,9 @@ class Options:
     max_steps: int = 200
 
     def __post_init__(self) -> None:
-        if self.tolerance is not None and not self.tolerance > 0:
-            raise ValueError(f"tolerance: expected a positive number, got {self.tolerance}")
-        if self.max_steps < 1:
-            raise ValueError(f"max_steps: expected at least 1, got {self.max_steps}")
+        fine = self.tolerance is None or (isinstance(self.tolerance, Real) and self.tolerance > 0)
+        check_that(fine, "tolerance", "a positive number", repr(self.tolerance))
+        check_that(self.max_steps >= 1, "max_steps", "at least 1", self.max_steps)
 
     def tolerance_in(self, dtype: torch.dtype) -> float:
         """Return the tolerance, or its default for this number type."""
@@ -251,13 +251,13 @@ class Budgets(nn.Module):
 
     def __init__(self, costs: Tensor, limits: Tensor) -> None:
         super().__init__()
+        costs, limits = as_tensor(costs), as_tensor(limits)
         for name, x, least in (("costs", costs, 3), ("limits", limits, 1)):
-            if not isinstance(x, Tensor) or not x.is_floating_point():
-                found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-                raise TypeError(f"{name}: expected a tensor of floating-point numbers, got {found}")
-            if x.dim() < least:
-                shape = "(*batch, m, S, A)" if least == 3 else "(*batch, m)"
-                raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
+            found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            fine = isinstance(x, Tensor) and x.is_floating_point()
+            check_that(fine, name, "a tensor of floating-point numbers", found, TypeError)
+            shape = "shape (*batch, m, S, A)" if least == 3 else "shape (*batch, m)"
+            check_that(x.dim() >= least, name, shape, tuple(x.shape))
         if costs.shape[-3] != limits.shape[-1] or limits.shape[-1] == 0:
             raise ValueError(
                 "limits: expected one limit per budget and at least one budget, got "
@@ -286,15 +286,11 @@ class Budgets(nn.Module):
 
 def check_budgets(budgets: Budgets, mdp: LayeredMDP) -> None:
     """Check that these are budgets, and that their costs fit an MDP."""
-    if not isinstance(budgets, Budgets):
-        kind = type(budgets).__name__
-        raise TypeError(f"constraints: expected occ.Budgets(costs, limits), got {kind}")
-    expected = (mdp.num_states, mdp.num_actions)
-    if tuple(budgets.costs.shape[-2:]) != expected:
-        raise ValueError(
-            f"constraints: expected costs of shape (*batch, m, {expected[0]}, {expected[1]}), "
-            f"got {tuple(budgets.costs.shape)}"
-        )
+    kind, fine = type(budgets).__name__, isinstance(budgets, Budgets)
+    check_that(fine, "constraints", "occ.Budgets(costs, limits)", kind, TypeError)
+    fine, shape = budgets.costs.shape[-2:] == mdp.actions.shape, tuple(budgets.costs.shape)
+    expected = f"costs of shape (*batch, m, {mdp.num_states}, {mdp.num_actions})"
+    check_that(fine, "constraints", expected, shape)
     for name, x in (("costs", budgets.costs), ("limits", budgets.limits)):
         if x.dtype != mdp.dtype or x.device != mdp.device:
             raise ValueError(
@@ -349,8 +345,8 @@ def check_arguments(
 
 def check_episode(t: Any, mdp: LayeredMDP) -> Tensor:
     """Check that t is a number or a tensor, and return it as a tensor."""
-    if not isinstance(t, Tensor | int | float):
-        raise TypeError(f"t: expected a number or a tensor, got {type(t).__name__}")
+    fine = isinstance(t, Tensor | int | float)
+    check_that(fine, "t", "a number or a tensor", type(t).__name__, TypeError)
     try:
         return torch.as_tensor(t, dtype=mdp.dtype, device=mdp.device)
     except (OverflowError, RuntimeError):

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_occ.mdp.checks import broadcast
+from torch_occ.mdp.checks import as_tensor, broadcast, check_that
 from torch_occ.step.budgets import raised
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import Linearization
@@ -104,12 +104,12 @@ class UtilityStep(nn.Module):
         self, step: FTRLStep, features: Tensor, utility: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__()
-        if not isinstance(step, FTRLStep):
-            raise TypeError(f"step: expected an FTRLStep, got {type(step).__name__}")
+        features, kind, fine = as_tensor(features), type(step).__name__, isinstance(step, FTRLStep)
+        check_that(fine, "step", "an FTRLStep", kind, TypeError)
         if step.constraints is not None:
             raise ValueError("step: has budgets; make one without, F can put a price on a cost")
-        if not callable(utility):
-            raise TypeError(f"utility: expected a function of z, got {type(utility).__name__}")
+        kind = type(utility).__name__
+        check_that(callable(utility), "utility", "a function of z", kind, TypeError)
         pairs = tuple(step.interior.shape[-2:])
         if features.dim() < 3 or tuple(features.shape[-2:]) != pairs:
             shape = tuple(features.shape)

@@ -76,8 +76,9 @@ class ForecastObjective:
         trust: float = SMALL_NOISE,
         floor: float = 1.0,
     ) -> None:
-        if not worlds:
-            raise ValueError("worlds: expected at least one")
+        check_that(bool(worlds), "worlds", "at least one", "none")
+        kinds = {type(world).__name__ for world in worlds} - {World.__name__}
+        check_that(not kinds, "worlds", "a list of worlds", ", ".join(sorted(kinds)), TypeError)
         fine, found = robustness > 0 and floor > 0, f"{robustness} and {floor}"
         check_that(fine, "robustness, floor", "positive numbers", found)
         self.worlds, self.episodes, self.robustness = tuple(worlds), episodes, robustness

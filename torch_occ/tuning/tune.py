@@ -275,10 +275,11 @@ def tune(
         OSError: if `save_to` cannot be written, before the first step.
         RuntimeError: if no evaluation was finite and certified.
     """
-    if steps < 0 or starts < 1:
-        raise ValueError(
-            f"steps, starts: expected steps >= 0 and starts >= 1, got {steps} and {starts}"
-        )
+    kind = type(regularizer).__name__
+    fine, advice = isinstance(regularizer, Regularizer), "; the order is tune(objective, psi)"
+    check_that(fine, "regularizer", "an occ.Regularizer", f"{kind}{advice}", TypeError)
+    fine, found = steps >= 0 and starts >= 1, f"{steps} and {starts}"
+    check_that(fine, "steps, starts", "steps >= 0 and starts >= 1", found)
     space = ParameterSpace(regularizer, only, bounds or {})
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(starts, len(space.centre), dtype=torch.float64, generator=generator)
