@@ -2,7 +2,7 @@
 
 Random MDPs, losses and parameters, cold and warm starts, for every family of regularizers. Every
 certified answer is judged by code that shares nothing with the solver (experiments/fuzz_judge.py),
-in long double or with 60 digits. It is wrong if a q(s,a) has a relative error above 1e-10 and ten
+with 32 or 60 digits. It is wrong if a q(s,a) has a relative error above 1e-10 and ten
 times its dual residual. The judge has to find some answers that are falsified on purpose.
 
 The exit code is 1 if not all is right. `problems/` keeps failures for `--replay <file>`.
@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +27,17 @@ from numpy.typing import NDArray
 
 import torch_occ as occ
 from experiments import common
-from experiments.fuzz_judge import CAREFUL, DEEP, EXACT, FAST, Floats, extended, judge
-from experiments.fuzz_problems import FAMILIES, KINDS, Backend, Batch, Generator, draw, neighbours
+from experiments.fuzz_judge import Floats
+from experiments.fuzz_problems import (
+    FAMILIES,
+    KINDS,
+    SLOW,
+    Backend,
+    Batch,
+    Generator,
+    draw,
+    neighbours,
+)
 
 FAILURES = tuple(status for status in occ.Status if status != occ.Status.CONVERGED)
 
@@ -81,9 +91,9 @@ PLANTED, PLANTS = (1e-6, 1e-2), 2
 #: Problems that are kept for each sort of failure.
 KEPT = 3
 #: Answers of a batch that are judged with 60 digits; the others count as unjudged.
-MOST = 8
-#: Answers judged in a batch where long double is no longer than double, with 60 digits then.
-SAMPLE = 4
+MOST = 64
+#: The fewest cold starts of a batch, and how many times fewer there are in torch.
+LEAST, TORCH = 8, 16
 
 
 class Failure(NamedTuple):
@@ -127,18 +137,12 @@ class Tally:
 
 def examine(batch: Batch, q: Floats, multipliers: Floats | None = None) -> tuple[Floats, int]:
     """The errors of answers `(B,)`, NaN if they do not settle, and how many needed 60 digits."""
-    errors, left, rechecked = np.full(len(q), np.nan), np.arange(len(q)), 0
-    for arithmetic in (FAST, CAREFUL, EXACT) if extended() else (EXACT,):
-        if len(left):
-            left = left[:MOST] if arithmetic is EXACT and extended() else left
-            part = batch.take(left)
-            rechecked += len(left) if arithmetic is EXACT else 0
-            model, terms = part.model(arithmetic), part.terms(arithmetic)
-            budgets = part.spending(None if multipliers is None else multipliers[left])
-            deep = part.model(DEEP) if abs(part.loss).max() > 1e15 else None
-            errors[left] = judge(model, terms, part.loss, q[left], budgets, part.floor, deep)
-            left = left[np.isnan(errors[left])]
-    return errors, rechecked
+    errors = batch.errors(q, multipliers)
+    left = np.flatnonzero(np.isnan(errors))[:MOST]
+    if len(left):
+        prices = None if multipliers is None else multipliers[left]
+        errors[left] = batch.take(left).errors(q[left], prices, exact=True)
+    return errors, len(left)
 
 
 def try_batch(random: Generator, batch: Batch, backend: Backend) -> tuple[Tally, occ.Solution]:
@@ -149,8 +153,6 @@ def try_batch(random: Generator, batch: Batch, backend: Backend) -> tuple[Tally,
     status, q = solution.status.numpy(), solution.q.double().numpy()
     found.statuses = np.bincount(status, minlength=len(occ.Status))
     certified = np.flatnonzero(status == occ.Status.CONVERGED)
-    if not extended():
-        certified = certified[:: max(1, len(certified) // SAMPLE)]
     errors = allowed = np.zeros(0)
     begin = time.process_time()
     if len(certified):
@@ -204,39 +206,39 @@ class Task(NamedTuple):
     """A batch of cold starts, and the warm starts that follow."""
 
     args: Args
-    family: str
-    kind: str
+    cell: Cell
     number: int
 
 
 def play(task: Task) -> Tallies:
     """Everything about one random MDP."""
-    args, tallies = task.args, {}
-    family, kind = list(FAMILIES).index(task.family), list(KINDS).index(task.kind)
-    for backend in args.backends:
-        random = np.random.default_rng([args.seed, family, kind, task.number])
-        cold = draw(random, task.family, task.kind, size_of(args, task.family, task.kind, backend))
-        found, solution = try_batch(random, cold, backend)
-        q = solution.q.double().numpy()
-        warm = neighbours(random, cold, q, solution.converged.numpy())
-        if len(warm.t):
-            found.add(try_batch(random, warm, backend)[0])
-        tallies[Cell(task.family, task.kind, backend)] = found
-    return tallies
+    args, cell = task.args, task.cell
+    family, kind = list(FAMILIES).index(cell.family), list(KINDS).index(cell.kind)
+    random = np.random.default_rng([args.seed, family, kind, task.number])
+    cold = draw(random, cell.family, cell.kind, size_of(args, cell)[0])
+    found, solution = try_batch(random, cold, cell.backend)
+    q = solution.q.double().numpy()
+    warm = neighbours(random, cold, q, solution.converged.numpy())
+    if len(warm.t):
+        found.add(try_batch(random, warm, cell.backend)[0])
+    return {cell: found}
 
 
-def size_of(args: Args, family: str, kind: str, backend: Backend) -> int:
-    """The number of cold starts of a task: fewer where a step takes longer."""
-    slow = KINDS[kind] * (32 if family == "visits" or backend == "torch" else 1)
-    return max(min(8, args.batch), args.batch // slow)
+def size_of(args: Args, cell: Cell) -> tuple[int, int]:
+    """The cold starts of a task, fewer where a step takes longer; it is one in so many rounds."""
+    slow = KINDS[cell.kind] * max(SLOW.get(cell[:2], 1), SLOW.get((cell.family, ""), 1))
+    share = args.batch / (slow * (TORCH if cell.backend == "torch" else 1))
+    size = max(min(LEAST, args.batch), int(share))
+    return size, max(1, round(size / share))
 
 
 def rounds(args: Args) -> Iterator[list[Task]]:
-    """All batches, one of every family and kind in a round."""
-    cells = [(family, kind) for family in args.regularizers for kind in args.kinds]
-    each = sum(2 * size_of(args, *cell, backend) for cell in cells for backend in args.backends)
+    """All batches: one of every cell in a round, of the slowest in some rounds."""
+    names = product(args.regularizers, args.kinds, args.backends)
+    cells = [(Cell(*x), *size_of(args, Cell(*x))) for x in names]
+    each = sum(2 * size / period for _, size, period in cells)
     for number in range(max(1, round(args.steps / each))):
-        yield [Task(args, family, kind, number) for family, kind in cells]
+        yield [Task(args, cell, number) for cell, _, period in cells if number % period == 0]
 
 
 def results(args: Args) -> Iterator[Tallies]:
@@ -302,8 +304,7 @@ def details(tallies: Tallies) -> list[dict[str, str | int | float]]:
         row |= {"unjudged": x.unjudged, "wrong": x.wrong, "rechecked": x.rechecked}
         row |= {"largest_error": float(f"{x.largest:.2g}")}
         row |= {"planted": x.planted, "missed": x.missed}
-        row |= {"steps_per_second": round(x.steps / x.solving)}
-        rows.append(row | {"judged_per_second": round(x.judged / max(x.judging, 1e-9))})
+        rows.append(row | {"solving": round(x.solving, 2), "judging": round(x.judging, 2)})
     return rows
 
 
@@ -352,8 +353,6 @@ def main(args: Args) -> int:
         return replay(args, args.replay)
     directory = common.begin("fuzz", args, args.seed)
     print(f"{args.steps:,} steps; {common.machine()}", flush=True)
-    if not extended():
-        print(f"Without long double, only {SAMPLE} answers of a batch are judged, with 60 digits.")
     report, code = write(args, campaign(args, directory), directory)
     print(f"\n{report}\n\nProblems worth a look are in {directory / 'problems'}.")
     return code

@@ -4,27 +4,31 @@ The question is how far a given q is from the minimizer of <q, loss> + psi(q). F
 takes Newton steps until nothing moves any more (`settle`). The distance from the given q to the
 last point is its error. The judge relies on these choices:
 
-- **Numbers.** Residuals are computed in `numpy.longdouble` or in mpmath with 60 digits. Linear
-  systems may be solved in less: an inaccurate solve costs another step, not accuracy.
-- **Shaping.** The gaps of the losses are computed with twice that precision, so that losses of
-  1e12 + x are judged by x. A row of P is read as p / sum(p).
+- **Numbers.** The functions below compute with mpmath and 60 digits. `in_doubles` compiles the same
+  functions with numbers of 32 digits, which are sums of two doubles; linear systems are in doubles
+  then: an inaccurate solve costs another step, not accuracy.
+- **Shaping.** The losses are replaced by the gaps of the optimal policy, so that losses of 1e12 + x
+  are judged by x. Losses above 1e15 are shaped with 700 digits. A row of P is read as p / sum(p).
 - **Logarithms.** A point is the logarithm of a policy and of its state occupancies, so nothing
   underflows.
 - **Relative changes.** The unknowns are z = dq/q = y + zeta, with y = dq(s)/q(s) and the relative
   change zeta of the policy. One sweep backwards through the layers minimizes over zeta with y as a
   parameter (as a linear-quadratic controller does), one sweep forwards finds y.
 
-All arrays have the batch last: pairs of a layer are `(n, B)` with n = S_k * A, states `(S_k, B)`.
+States and the N pairs that exist are numbered through all layers, in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+import math
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import mpmath
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -35,631 +39,556 @@ FLOOR = 1e-300
 #: A Newton step that moves no log q(s,a) by more than this, relative to max(1, |log q(s,a)|), is
 #: the last one: it leaves its square.
 STILL = 1e-11
-#: Numbers with 60 digits, whatever the precision of `mpmath.mp` is.
-DIGITS = 60
-CONTEXT = mpmath.mp.clone()
-CONTEXT.dps = DIGITS
+#: Newton steps before the judge gives up: a certified q needs one or two, a bad one a few more.
+STEPS = 60
+#: Newton steps on the multipliers of budgets. Below this curvature, a budget changes nothing, and
+#: if less than this share of it is left, nothing that other budgets do not change.
+PRICES, FLAT, DEPENDENT = 8, 1e-30, 1e-10
+#: Losses above this are shaped with 700 digits, and scaled with psi, for products not to overflow.
+HUGE, SCALE = 1e15, 2.0**-400
+#: The terms of psi are sums of f(x): x is one of these arguments, f one of these functions.
+ARGUMENTS, FUNCTIONS = ("pair", "rest", "complement", "state"), ("power", "x log x", "log")
+PAIR, REST, COMPLEMENT, STATE = range(4)
+POWER, ENTROPY, LOG = range(3)
 
 
-class Arithmetic(NamedTuple):
-    """The numbers of a judge."""
+# -- numbers --------------------------------------------------------------------------------------
+#
+# `number`, `add`, `times`, `over`, `exp` and `log` are the arithmetic of the judge; `rough` takes a
+# number into a linear system, and `rough_exp` is for its entries.
 
-    name: str
-    of: Callable[[Floats], Array]  # doubles, exactly
-    exp: Callable[[Array], Array]
-    log: Callable[[Array], Array]
-    log1p: Callable[[Array], Array]
-    two_product: Callable[[Array, Array], tuple[Array, Array]]  # a * b, and what rounding left out
-    linear: type | None  # the type in which linear systems are solved; None is the numbers' own
-
-
-def _split_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """Veltkamp's splitting and Dekker's product, for any even or odd length of the mantissa."""
-    factor = np.longdouble(2.0) ** ((np.finfo(np.longdouble).nmant + 2) // 2) + 1
-
-    def split(x: Array) -> tuple[Array, Array]:
-        high = factor * x - (factor * x - x)
-        return high, x - high
-
-    product = a * b
-    (a1, a2), (b1, b2) = split(a), split(b)
-    return product, ((a1 * b1 - product) + a1 * b2 + a2 * b1) + a2 * b2
+CONTEXT, DEEP = mpmath.mp.clone(), mpmath.mp.clone()
+CONTEXT.dps, DEEP.dps = 60, 700
+NUMBER = LINEAR = object
+number, log = CONTEXT.mpf, CONTEXT.log
 
 
-def _elementwise(function: Callable[[Any], Any]) -> Callable[[Array], Array]:
-    return np.frompyfunc(function, 1, 1)
+def exp(x: Any) -> Any:
+    """e^x, and zero where mpmath's exponents end."""
+    return CONTEXT.exp(x) if x > -1e9 else number(0.0)
 
 
-def _long(x: Floats) -> Array:
-    return np.asarray(x, dtype=np.longdouble)
+rough_exp = exp
 
 
-FAST = Arithmetic("long double", _long, np.exp, np.log, np.log1p, _split_product, np.float64)
-CAREFUL = FAST._replace(name="long double throughout", linear=None)
-EXACT = Arithmetic(
-    f"mpmath, {DIGITS} digits",
-    _elementwise(lambda x: CONTEXT.mpf(float(x))),
-    _elementwise(CONTEXT.exp),
-    _elementwise(CONTEXT.log),
-    _elementwise(CONTEXT.log1p),
-    lambda a, b: (a * b, 0 * a * b),
-    None,
-)
-#: For gaps beside losses of 1e300, which are differences of equal sums; without logarithms.
-DEEP_CONTEXT = mpmath.mp.clone()
-DEEP_CONTEXT.dps = 700
-DEEP = EXACT._replace(
-    of=_elementwise(lambda x: DEEP_CONTEXT.mpf(float(x))), log=_elementwise(lambda x: x)
-)
+def rough(x: Any) -> Any:
+    """In the type of the linear systems."""
+    return x
 
 
-def extended() -> bool:
-    """Whether `numpy.longdouble` is longer than a double, as it is on x86 and on Linux for ARM."""
-    return bool(np.finfo(np.longdouble).nmant in (63, 112))
+def add(x: Any, y: Any) -> Any:
+    """x + y."""
+    return x + y
 
 
-# -- the problem ----------------------------------------------------------------------------------
+def times(x: Any, y: Any) -> Any:
+    """x * y."""
+    return x * y
 
 
-class Term(NamedTuple):
-    """weight * sum f(argument), f = x^exponent, x log x or log x.
-
-    Weight and exponent are `(B, 1, 1)`, or `(B, S, A)` with one value per pair.
-    """
-
-    argument: Literal["pair", "rest", "state", "complement"]
-    function: Literal["power", "x log x", "log"]
-    weight: Array
-    exponent: Array | None = None
+def over(x: Any, y: Any) -> Any:
+    """x / y."""
+    return x / y
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One layer of an MDP; the last dimension b is 1, or B for a batch of MDPs."""
-
-    first: int  # the number of its first state
-    states: int
-    exists: NDArray[np.bool_]  # (n,), which pairs there are
-    P: tuple[Array, Array]  # (n, S', b), rows normalized: the numbers, and what rounding left out
-    logs: Array  # (n, S', b), of P
-
-    @property
-    def pairs(self) -> int:
-        return len(self.exists)
-
-    @property
-    def actions(self) -> int:
-        return self.pairs // self.states
-
-    def within(self, x: Array) -> Array:
-        """`(B, 1, 1)` or `(B, S, A)` -> `(n, B)`."""
-        own = x[:, self.first : self.first + self.states] if x.shape[1] > 1 else x
-        return np.broadcast_to(own.reshape(len(x), -1).T, (self.pairs, len(x)))
+# A sum of two doubles (Dekker) is kept as the two parts of a complex number.
 
 
-@dataclass(frozen=True)
-class Model:
-    """An MDP in some arithmetic, or a batch of them."""
-
-    arithmetic: Arithmetic
-    layers: tuple[Layer, ...]
-    log_initial: Array  # (S_0, b)
-
-    @classmethod
-    def of(
-        cls,
-        arithmetic: Arithmetic,
-        transitions: Sequence[Floats],
-        actions: NDArray[np.bool_],
-        initial: Floats,
-    ) -> Model:
-        """Tables `(*b, S_k, A, S_{k+1})`, a mask `(S, A)` and a distribution `(*b, S_0)`."""
-        layers, first = [], 0
-        for k, table in enumerate(transitions):
-            states, after = table.shape[-3], table.shape[-1] if k + 1 < len(transitions) else 0
-            exists = actions[first : first + states].reshape(-1)
-            rows = table.reshape(-1, len(exists), table.shape[-1])[..., :after]
-            high, low = _normalized(arithmetic, np.where(exists[:, None], rows, 0.0))
-            layers.append(Layer(first, states, exists, (high, low), _logs(arithmetic, high)))
-            first += states
-        start = _normalized(arithmetic, initial.reshape(-1, 1, initial.shape[-1]))[0][0]
-        return cls(arithmetic, tuple(layers), _logs(arithmetic, start))
-
-    def take(self, index: NDArray[np.intp]) -> Model:
-        """Some MDPs of a batch."""
-        if max(layer.logs.shape[-1] for layer in self.layers) == 1:
-            return self
-        layers = []
-        for layer in self.layers:
-            P = layer.P[0][..., index], layer.P[1][..., index]
-            layers.append(replace(layer, P=P, logs=layer.logs[..., index]))
-        start = self.log_initial if self.log_initial.shape[1] == 1 else self.log_initial[:, index]
-        return Model(self.arithmetic, tuple(layers), start)
-
-    def split(self, x: Floats) -> list[Array]:
-        """`(B, S, A)` in doubles -> `(n, B)` of each layer."""
-        ends = np.cumsum([layer.states for layer in self.layers])[:-1]
-        parts = np.split(x, ends, axis=1)
-        return [self.arithmetic.of(part.reshape(len(x), -1).T) for part in parts]
+def _halves(x: Any) -> complex:
+    return complex(float(x), float(x - float(x)))
 
 
-def _normalized(arithmetic: Arithmetic, rows: Floats) -> tuple[Array, Array]:
-    """Each row of `(b, n, S')` over its sum, `(n, S', b)`: numbers, and what rounding left out."""
-    x = arithmetic.of(np.moveaxis(rows, 0, -1))
-    total = rest = arithmetic.of(np.zeros((x.shape[0], x.shape[2])))
-    for j in range(x.shape[1]):
-        total, lost = _two_sum(total, x[:, j])
-        rest = rest + lost
-    total, rest = (part[:, None] for part in _two_sum(total, rest))
-    total = np.where(total > 0, total, 1 + 0 * total)
-    high = x / total
-    product, error = arithmetic.two_product(high, total)
-    return high, ((x - product) - error - high * rest) / total
+#: 2^(j / 1024), and constants of the exponential function.
+ROOTS = np.array([_halves(CONTEXT.mpf(2) ** (CONTEXT.mpf(j) / 1024)) for j in range(1024)])
+LOG_2, THIRD = _halves(CONTEXT.ln2 / 1024), _halves(CONTEXT.mpf(1) / 3)
 
 
-def _logs(arithmetic: Arithmetic, x: Array) -> Array:
-    """log x, and minus infinity for zero."""
-    positive = x > 0
-    logs = arithmetic.log(np.where(positive, x, arithmetic.of(np.ones(x.shape))))
-    return np.where(positive, logs, arithmetic.of(np.full(x.shape, -np.inf)))
-
-
-def shape(model: Model, loss: list[Array]) -> list[Array]:
-    """The gaps of the optimal policy, `(n, B)` of each layer, from a loss in the same form.
-
-    Q is a sum of two numbers that together have twice the digits (Dekker), until the best Q of the
-    state is subtracted.
-    """
-    of, two_product = model.arithmetic.of, model.arithmetic.two_product
-    gaps: list[Array] = []
-    high = low = of(np.zeros((0, loss[0].shape[1])))
-    for layer, own in reversed(list(zip(model.layers, loss, strict=True))):
-        total, rest = own, 0 * own
-        for j in range(len(high)):
-            p, tail = layer.P[0][:, j], layer.P[1][:, j]
-            product, error = two_product(*np.broadcast_arrays(p, high[j]))
-            total, lost = _two_sum(total, product)
-            rest = rest + (lost + (error + p * low[j] + tail * high[j]))
-        total, rest = _two_sum(total, rest)
-        best = _best(layer, total, rest)
-        high, low = (np.take_along_axis(_states(layer, x), best, 1)[:, 0] for x in (total, rest))
-        gap = (_states(layer, total) - high[:, None]) + (_states(layer, rest) - low[:, None])
-        gaps.insert(0, np.where(layer.exists[:, None], gap.reshape(total.shape), 0 * total))
-    return gaps
-
-
-def _best(layer: Layer, total: Array, rest: Array) -> NDArray[np.intp]:
-    """The action of the smallest total + rest in each state, `(S_k, 1, B)`."""
-    exists = _states(layer, np.broadcast_to(layer.exists[:, None], total.shape))
-    high, low = _states(layer, total), _states(layer, rest)
-    best = np.argmax(exists, 1)[:, None]
-    for a in range(layer.actions):
-        apart = high[:, a, None] - np.take_along_axis(high, best, 1)
-        apart = apart + (low[:, a, None] - np.take_along_axis(low, best, 1))
-        best = np.where(exists[:, a, None] & (apart < 0), a, best)
-    return best
-
-
-def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+@njit(cache=True, error_model="numpy")
+def _two_sum(a: float, b: float) -> complex:
     total = a + b
     part = total - a
-    return total, (a - (total - part)) + (b - part)
+    return complex(total, (a - (total - part)) + (b - part))
 
 
-def _states(layer: Layer, x: Array) -> Array:
-    """`(n, ...)` -> `(S_k, A, ...)`."""
-    return x.reshape(layer.states, layer.actions, *x.shape[1:])
+@njit(cache=True, error_model="numpy")
+def _add(x: complex, y: complex) -> complex:
+    high, low = _two_sum(x.real, y.real), _two_sum(x.imag, y.imag)
+    high = _two_sum(high.real, high.imag + low.real)
+    return _two_sum(high.real, high.imag + low.imag)
+
+
+@njit(cache=True, error_model="numpy")
+def _times(x: complex, y: complex) -> complex:
+    u, v = 1.0 if abs(x.real) < 1e290 else 2.0**-99, 1.0 if abs(y.real) < 1e290 else 2.0**-99
+    x, y = complex(x.real * u, x.imag * u), complex(y.real * v, y.imag * v)
+    a, b = 134217729.0 * x.real, 134217729.0 * y.real  # 2^27 + 1
+    a, b = a - (a - x.real), b - (b - y.real)
+    c, d, product = x.real - a, y.real - b, x.real * y.real
+    lost = ((a * b - product) + a * d + c * b) + c * d
+    found = _two_sum(product, lost + (x.real * y.imag + x.imag * y.real))
+    return complex(found.real / u / v, found.imag / u / v)
+
+
+@njit(cache=True, error_model="numpy")
+def _over(x: complex, y: complex) -> complex:
+    first = x.real / y.real
+    rest = _add(x, -_times(complex(first), y))
+    second = rest.real / y.real
+    rest = _add(rest, -_times(complex(second), y))
+    return _add(_two_sum(first, second), complex(rest.real / y.real))
+
+
+@njit(cache=True, error_model="numpy")
+def _exp(x: complex) -> complex:
+    if not -740.0 < x.real < 710.0:
+        return complex(np.exp(x.real))
+    n = np.round(x.real / LOG_2.real)
+    r = _add(x, -_times(complex(n), LOG_2))  # at most 0.0004: powers above the third in doubles
+    tail = r.real / 4 * (1 + r.real / 5 * (1 + r.real / 6 * (1 + r.real / 7)))
+    third = _times(_times(r, THIRD), complex(1.0 + tail, (1.0 - (1.0 + tail)) + tail))
+    half = _times(complex(0.5 * r.real, 0.5 * r.imag), _add(1 + 0j, third))
+    power, whole = ROOTS[int(n) % 1024], int(n) // 1024
+    found = _add(power, _times(power, _times(r, _add(1 + 0j, half))))
+    return complex(math.ldexp(found.real, whole), math.ldexp(found.imag, whole))
+
+
+@njit(cache=True, error_model="numpy")
+def _log(x: complex) -> complex:
+    first = complex(np.log(x.real))
+    rest = _add(_times(x, _exp(-first)), -1 + 0j)
+    return _add(first, _add(rest, complex(-0.5 * rest.real * rest.real)))
+
+
+#: What replaces the arithmetic above when the judge is compiled.
+DOUBLES: dict[str, Any] = {"add": _add, "times": _times, "over": _over, "exp": _exp, "log": _log}
+DOUBLES |= {"NUMBER": np.complex128, "LINEAR": np.float64, "number": complex}
+DOUBLES |= {"rough": njit(cache=True)(lambda x: x.real), "rough_exp": np.exp}
+
+
+# -- one problem ----------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """One step, in the judge's numbers."""
+
+    layers: NDArray[np.int64]  # (L + 1,), the first state of every layer
+    states: NDArray[np.int64]  # (S + 1,), the first pair of every state
+    kinds: NDArray[np.int64]  # (terms, 2): places in ARGUMENTS and FUNCTIONS
+    initial: Array  # (S_0,)
+    P: Array  # (N, W), rows normalized; W is the largest number of states of a layer
+    weights: Array  # (terms, N)
+    exponents: Array  # (terms, N)
+
+
+def numbers(x: Any) -> Any:
+    """Doubles `(rows, columns)`, exactly."""
+    found = np.zeros(x.shape, NUMBER)
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            found[i, j] = number(float(x[i, j]))
+    return found
+
+
+def normalize(rows: Any) -> None:
+    """Divide each row `(rows, columns)` by its sum, but rows of zeros."""
+    for row in rows:
+        total = row[0]
+        for x in row[1:]:
+            total = add(total, x)
+        for j in range(len(row) if rough(total) > 0 else 0):
+            row[j] = over(row[j], total)
+
+
+def shape(layers: Any, states: Any, P: Any, loss: Any) -> Any:
+    """The gaps of the optimal policy, `(N,)`."""
+    gaps, value = loss.copy(), loss[: len(states) - 1].copy()
+    for k in range(len(layers) - 2, -1, -1):
+        behind = layers[k + 1]
+        after = layers[k + 2] - behind if k + 2 < len(layers) else 0
+        for s in range(layers[k], behind):
+            best = states[s]
+            for i in range(states[s], states[s + 1]):
+                for j in range(after):
+                    gaps[i] = add(gaps[i], times(P[i, j], value[behind + j]))
+                best = i if rough(add(gaps[i], -gaps[best])) < 0 else best
+            value[s] = gaps[best]
+            for i in range(states[s], states[s + 1]):
+                gaps[i] = add(gaps[i], -value[s])
+    return gaps
 
 
 # -- Newton's method ------------------------------------------------------------------------------
 
 
-#: Newton steps before a judge gives up: a certified q needs one or two, a bad one a few more.
-STEPS = {FAST.name: 12, CAREFUL.name: 60, EXACT.name: 60}
+def log_sum(x: Any, weights: Any) -> Any:
+    """log sum weights * exp(x), `(n,)` each; minus infinity if no weight is positive."""
+    top, total = -np.inf, number(0.0)
+    for i in range(len(x)):
+        top = max(top, rough(x[i])) if rough(weights[i]) > 0 else top
+    if top == -np.inf:
+        return number(top)
+    for i in range(len(x)):
+        if rough(weights[i]) > 0:
+            total = add(total, times(weights[i], exp(add(x[i], number(-top)))))
+    return add(number(top), log(total))
 
 
-class Point(NamedTuple):
-    """An occupancy measure in logarithms, by layer."""
-
-    policy: list[Array]  # (n, B), minus infinity on pairs that do not exist
-    state: list[Array]  # (S_k, B)
-
-    def pairs(self, model: Model) -> list[Array]:
-        """log q(s,a), `(n, B)`."""
-        parts = zip(model.layers, self.policy, self.state, strict=True)
-        return [policy + np.repeat(state, layer.actions, 0) for layer, policy, state in parts]
-
-
-class Problem(NamedTuple):
-    """A batch of steps."""
-
-    model: Model
-    terms: Sequence[Term]
-    gaps: list[Array]  # (n, B)
-
-    def take(self, index: NDArray[np.intp]) -> Problem:
-        """Some elements of the batch."""
-        terms = []
-        for argument, function, weight, p in self.terms:
-            terms.append(Term(argument, function, weight[index], None if p is None else p[index]))
-        return Problem(self.model.take(index), terms, [x[:, index] for x in self.gaps])
-
-    @property
-    def entropic(self) -> bool:
-        """Then log q is what the equations determine, and steps are taken in it."""
-        return all(term.function == "x log x" for term in self.terms)
+def at(step: Any, policy: Any, state: Any) -> Any:
+    """Normalize the logarithm of a policy `(N,)`, write that of its states `(S,)`; log q `(N,)`."""
+    pairs, ones = np.zeros_like(policy), numbers(np.ones((1, len(policy))))[0]
+    for k in range(len(step.layers) - 1):
+        for s in range(step.layers[k], step.layers[k + 1]):
+            if k == 0:
+                state[s] = log(step.initial[s])
+            else:
+                first, stop = step.states[step.layers[k - 1]], step.states[step.layers[k]]
+                state[s] = log_sum(pairs[first:stop], step.P[first:stop, s - step.layers[k]])
+            first, stop = step.states[s], step.states[s + 1]
+            total = log_sum(policy[first:stop], ones[first:stop])
+            for i in range(first, stop):
+                policy[i] = add(policy[i], -total)
+                pairs[i] = add(policy[i], state[s])
+    return pairs
 
 
-def settle(problem: Problem, point: Point) -> tuple[Point, NDArray[np.bool_]]:
-    """Newton steps until nothing moves: the point, and whether it came to rest, `(B,)`."""
-    model = problem.model
-    batch = point.state[0].shape[1]
-    policies = [x.copy() for x in point.policy]
-    settled, active, reach = np.zeros(batch, bool), np.arange(batch), np.full(batch, np.inf)
-    for count in range(STEPS[model.arithmetic.name]):
-        part = problem.take(active)
-        here = at(part.model, [x[:, active] for x in policies])
-        there = step(part, here, reach[active])
-        for whole, own in zip(policies, there.policy, strict=True):
-            whole[:, active] = own
-        moved, far = np.zeros(len(active)), np.zeros(len(active))
-        for layer, x, y in zip(model.layers, here.pairs(model), there.pairs(model), strict=True):
-            x, y = x[layer.exists], y[layer.exists]
-            far = np.maximum(far, np.max(abs(x - y), 0).astype(float))
-            moved = np.maximum(moved, np.max(abs(x - y) / np.maximum(abs(x), 1), 0).astype(float))
-        if count > 3:  # full steps may cycle
-            reach[active] = np.maximum(0.7 * far, 1.0)
-        settled[active] = moved <= STILL
-        active = active[(moved > STILL)]  # NaN will not get better
-        if not len(active):
-            break
-    return at(model, policies), settled
+def settle(step: Any, gaps: Any, policy: Any, state: Any) -> bool:
+    """Newton steps until nothing moves, written into the point; whether it came to rest."""
+    entropic, reach, pairs = (step.kinds[:, 1] == ENTROPY).all(), np.inf, at(step, policy, state)
+    for count in range(STEPS):
+        zeta, z = direction(step, gaps, True, policy, state, pairs)
+        size, fall = np.abs(zeta).max(), -z.min()
+        fall = fall if fall > 0.5 else 0 * fall
+        for i in range(len(z)):
+            if entropic:  # log q is what the equations determine
+                change = number(zeta[i] * min(reach / max(size, FLOOR), 1.0))
+            else:
+                # log(1 + z / (1 + fall)), where a pair that falls to nearly nothing cancels nothing
+                change = log(add(number(1.0), number(fall + z[i])))
+                change = add(change, -log(add(number(1.0), number(fall))))
+            policy[i] = add(policy[i], change)
+        before, pairs = pairs, at(step, policy, state)
+        moved, far = 0.0, 0.0
+        for i in range(len(z)):
+            off = abs(rough(add(pairs[i], -before[i])))
+            far, moved = max(far, off), max(moved, off / max(abs(rough(before[i])), 1.0))
+            if not off >= 0:
+                return False  # NaN will not get better
+        if moved <= STILL:
+            return True
+        reach = max(0.7 * far, 1.0) if count > 3 else reach  # full steps may cycle
+    return False
 
 
-def at(model: Model, policies: list[Array]) -> Point:
-    """The occupancy measure of policies, which are normalized first."""
-    policies = [_normalize(model, *x) for x in zip(model.layers, policies, strict=True)]
-    states = [np.broadcast_to(model.log_initial, (model.layers[0].states, policies[0].shape[1]))]
-    for layer, policy in zip(model.layers[:-1], policies, strict=False):
-        pairs = policy + np.repeat(states[-1], layer.actions, 0)
-        states.append(_log_sum(model, pairs[:, None] + layer.logs))
-    return Point(policies, states)
+def direction(step: Any, slopes: Any, whole: bool, policy: Any, state: Any, pairs: Any) -> Any:
+    """The relative changes of the policy and of q in a full Newton step, `(N,)` each.
 
-
-def _normalize(model: Model, layer: Layer, policy: Array) -> Array:
-    table = policy.reshape(layer.states, layer.actions, -1)
-    return (table - _log_sum(model, table.swapaxes(0, 1))[:, None]).reshape(policy.shape)
-
-
-def _log_sum(model: Model, x: Array) -> Array:
-    """log sum exp over the first axis."""
-    top = np.max(x, 0)
-    return top + model.arithmetic.log(np.sum(model.arithmetic.exp(x - top), 0))
-
-
-# -- one step -------------------------------------------------------------------------------------
-
-
-def step(problem: Problem, point: Point, reach: Floats) -> Point:
-    """One Newton step, short enough that nothing becomes negative.
-
-    For entropies, logarithms change by at most `reach` `(B,)`.
+    `slopes` are those of the objective without psi, or all of them if it is not `whole`: then the
+    result says how q answers to such a loss.
     """
-    model, log1p = problem.model, problem.model.arithmetic.log1p
-    zeta, z = ([_high(model, x) for x in part] for part in direction(problem, point))
-    if problem.entropic:
-        size = np.max([np.max(abs(d), 0).astype(float) for d in zeta], 0)
-        length = model.arithmetic.of(np.minimum(reach / np.maximum(size, FLOOR), 1.0))
-        return at(model, [p + length * d for p, d in zip(point.policy, zeta, strict=True)])
-    fall = np.max([-np.min(d, 0) for d in z], 0)
-    fall = np.where(fall > 0.5, fall, 0 * fall)
-    # log(1 + z / (1 + fall)) without the cancellation of a pair that falls to nearly nothing.
-    changes = [log1p(fall + d) - log1p(fall) for d in z]
-    return at(model, [p + d for p, d in zip(point.policy, changes, strict=True)])
+    layers, states, P, wide = step.layers, step.states, step.P, step.P.shape[1]
+    value, bend = np.zeros_like(state), np.zeros((len(state), wide), LINEAR)
+    found, arrive = np.zeros((len(P), wide + 1), LINEAR), np.zeros(P.shape, LINEAR)
+    for k in range(len(layers) - 2, -1, -1):
+        here, behind = layers[k], layers[k + 1]
+        width, after = behind - here, layers[k + 2] - behind if k + 2 < len(layers) else 0
+        zero, n = states[here], states[behind] - states[here]
+        slope, K = psi(step, k, policy, state, pairs)
+        for i in range(n):
+            slope[i] = add(slope[i], slopes[zero + i]) if whole else slopes[zero + i]
+            for j in range(after):
+                share = rough(add(pairs[zero + i], -state[behind + j]))
+                p = rough(P[zero + i, j])
+                arrive[zero + i, j] = p * rough_exp(share) if p > 0 else p
+                slope[i] = add(slope[i], times(P[zero + i, j], value[behind + j]))
+        for i in range(n):
+            for j in range(after):
+                seen = 0.0
+                for m in range(after):
+                    seen += rough(P[zero + i, m]) * bend[behind + m, j]
+                for c in range(n):
+                    K[i, c] += seen * arrive[zero + c, j]
+
+        # An equation for each action but the likeliest one of its state: the difference of the two.
+        # For the likeliest one, sum pi zeta = 0. On the right: y = 0, and the derivatives in y.
+        M, top = np.zeros((n, n + 1 + width), LINEAR), np.zeros(width, np.int64)
+        for s in range(width):
+            first, stop = states[here + s] - zero, states[here + s + 1] - zero
+            best = first
+            for i in range(first, stop):
+                best = i if rough(policy[zero + i]) > rough(policy[zero + best]) else best
+            top[s] = best
+            for i in range(first, stop):
+                if i == best:
+                    for c in range(first, stop):
+                        M[i, c] = rough_exp(rough(policy[zero + c]))
+                    continue
+                M[i, n] = rough(add(slope[best], -slope[i]))
+                for other in range(width):
+                    for c in range(states[here + other] - zero, states[here + other + 1] - zero):
+                        M[i, c] = K[i, c] - K[best, c]
+                        M[i, n + 1 + other] -= M[i, c]
+        eliminate(M)
+        for s in range(width):
+            moved = 0.0
+            for other in range(width):
+                for c in range(states[here + other] - zero, states[here + other + 1] - zero):
+                    moved += K[top[s], c] * M[c, n]
+                    bend[here + s, other] += K[top[s], c]
+                    for j in range(width):
+                        bend[here + s, j] += K[top[s], c] * M[c, n + 1 + j]
+            value[here + s] = add(slope[top[s]], number(moved))
+        found[zero : zero + n, : width + 1] = M[:, n:]
+    zeta, z, y = found[:, 0].copy(), found[:, 0].copy(), np.zeros(len(state), LINEAR)
+    for k in range(len(layers) - 1):
+        after = layers[k + 2] - layers[k + 1] if k + 2 < len(layers) else 0
+        for s in range(layers[k], layers[k + 1]):
+            for i in range(states[s], states[s + 1]):
+                for j in range(layers[k + 1] - layers[k]):
+                    zeta[i] += found[i, 1 + j] * y[layers[k] + j]
+                z[i] = zeta[i] + y[s]
+                for j in range(after):
+                    y[layers[k + 1] + j] += arrive[i, j] * z[i]
+    return zeta, z
 
 
-class Stage(NamedTuple):
-    """The results of the backward sweep in one layer, for the forward sweep."""
+def eliminate(M: Any) -> None:
+    """Gaussian elimination in place, with scaled rows and pivoting; NaN if there is no solution.
 
-    zeta: Array  # (n, B) for y = 0
-    slope: Array  # (n, S_k, B), its derivative in y
-    arrive: Array  # (n, S_{k+1}, B): the share of the next state that comes through this pair
-
-
-def direction(
-    problem: Problem,
-    point: Point,
-    slopes: list[Array] | None = None,
-) -> tuple[list[Array], list[Array]]:
-    """The relative changes of the policy and of q in a full Newton step, `(n, B)` of each layer.
-
-    With `slopes` in place of the slope of the objective: how q answers to such a loss.
+    M `(n, n + m)` is a square matrix, and on its right the m vectors that it is solved for.
     """
-    model, batch = problem.model, point.state[0].shape[1]
-    value = model.arithmetic.of(np.zeros((0, batch)))
-    bend, behind = _low(model, np.zeros((0, 0, batch))), value
-    stages: list[Stage] = []
-    for k in range(len(model.layers) - 1, -1, -1):
-        after = value, bend, behind
-        own = None if slopes is None else slopes[k]
-        stage, value, bend = _stage(problem, point, k, after, own)
-        stages.insert(0, stage)
-        behind = point.state[k]
-    zetas, zs = [], []
-    y = _low(model, np.zeros((model.layers[0].states, batch)))
-    for layer, stage in zip(model.layers, stages, strict=True):
-        zeta = stage.zeta + np.sum(stage.slope * y, 1)
-        z = np.where(layer.exists[:, None], zeta + np.repeat(y, layer.actions, 0), 0 * zeta)
-        y = np.sum(stage.arrive * z[:, None], 0)
-        zetas.append(zeta)
-        zs.append(z)
-    return zetas, zs
-
-
-def _high(model: Model, x: Array) -> Array:
-    """From the type of the linear systems to that of everything else."""
-    return x if model.arithmetic.linear is None else model.arithmetic.of(x)
-
-
-def _low(model: Model, x: Any) -> Array:
-    """In the type of the linear systems."""
-    linear = model.arithmetic.linear
-    if linear is not None:
-        return np.asarray(x).astype(linear)
-    return x if np.asarray(x).dtype != np.float64 else model.arithmetic.of(x)
-
-
-def _stage(
-    problem: Problem,
-    point: Point,
-    k: int,
-    after: tuple[Array, Array, Array],
-    instead: Array | None,
-) -> tuple[Stage, Array, Array]:
-    """Minimize over zeta in one layer; `instead` as the slopes of `direction`.
-
-    `after` has the slope of what follows in q(s') `(S', B)`, its curvature times diag(q(s'))
-    `(S', S', B)`, and log q(s'); the first two are returned for this layer.
-    """
-    model, layer, (value, bend, behind) = problem.model, problem.model.layers[k], after
-    exp = np.exp if model.arithmetic.linear is not None else model.arithmetic.exp
-    policy, state = point.policy[k], point.state[k]
-    pairs = policy + np.repeat(state, layer.actions, 0)
-    slope, K = psi(problem, layer, policy, state)
-    slope = slope + problem.gaps[k] if instead is None else instead
-    arrive = exp(_low(model, pairs[:, None] + layer.logs - behind))
-    P = _low(model, layer.P[0])
-    for j in range(len(value)):
-        slope = slope + layer.P[0][:, j] * value[j]
-        K = K + np.sum(P * bend[:, j], 1)[:, None] * arrive[None, :, j]
-
-    # An equation for each action but the likeliest one of its state: the difference of the two.
-    # For the likeliest one, sum pi zeta = 0.
-    states, actions, n, batch = layer.states, layer.actions, layer.pairs, policy.shape[1]
-    top = np.argmax(policy.reshape(states, actions, batch), 1)
-    chosen = (np.arange(actions)[:, None] == top[:, None]).reshape(n, batch)
-    table = K.reshape(states, actions, n, batch)
-    rows = np.take_along_axis(table, top[:, None, None], 1)[:, 0]  # (S_k, n, B)
-    base = np.take_along_axis(slope.reshape(states, actions, batch), top[:, None], 1)[:, 0]
-    own = np.arange(n)[:, None] // actions == np.arange(n) // actions
-    settled = chosen | ~layer.exists[:, None]
-    zero = _low(model, np.zeros(1))
-    differences = np.where(settled[:, None], zero, K - np.repeat(rows, actions, 0))
-    constraint = np.where(own[..., None] & chosen[:, None], exp(_low(model, policy)), zero)
-    identity = _low(model, (np.eye(n) * ~layer.exists)[..., None])
-    force = np.where(settled, zero, -_low(model, slope - np.repeat(base, actions, 0)))
-    parameters = -np.sum(differences.reshape(n, states, actions, batch), 2)
-    right = np.concatenate([force[:, None], parameters], 1)
-    found = gauss(differences + constraint + identity, right)
-
-    directly = np.repeat(np.eye(states), actions, 0)[..., None]
-    moving = found[:, 1:] + _low(model, directly)  # the derivative of z in y
-    new_value = base + np.sum(rows * found[:, 0], 1)
-    new_bend = np.sum(rows[:, :, None] * moving, 1)
-    return Stage(found[:, 0], found[:, 1:], arrive), new_value, new_bend
-
-
-def gauss(matrix: Array, right: Array) -> Array:
-    """Gaussian elimination, scaled rows and pivoting: `(n, n, B)`, `(n, m, B)` -> `(n, m, B)`."""
-    n = len(matrix)
-    M = np.concatenate([matrix, right], 1)
-    M = M / _divisor(np.max(abs(matrix), 1))[:, None]
+    n, m = M.shape
+    for i in range(n):
+        largest = np.abs(M[i, :n]).max()
+        for j in range(m):
+            M[i, j] = M[i, j] / largest if largest > 0 else M[i, j] * np.nan
     for k in range(n):
-        pivot = k + np.argmax(abs(M[k:, k]), 0)
-        if (pivot != k).any():
-            chosen = np.take_along_axis(M, pivot[None, None], 0)
-            np.put_along_axis(M, pivot[None, None], M[k : k + 1], 0)
-            M[k] = chosen[0]
-        M[k, k] = _divisor(M[k, k])
-        M[k + 1 :, k + 1 :] -= (M[k + 1 :, k] / M[k, k])[:, None] * M[k, k + 1 :]
-    found = M[:, n:]
+        pivot = k
+        for i in range(k + 1, n):
+            pivot = i if abs(M[i, k]) > abs(M[pivot, k]) else pivot
+        for j in range(k, m):
+            M[k, j], M[pivot, j] = M[pivot, j], M[k, j]
+        if M[k, k] == 0:
+            M[k, k] = np.nan
+        for i in range(k + 1, n):
+            if M[i, k] != 0:
+                factor = M[i, k] / M[k, k]
+                for j in range(k + 1, m):
+                    M[i, j] -= factor * M[k, j]
     for k in range(n - 1, -1, -1):
-        found[k] = found[k] / M[k, k]
-        found[:k] -= M[:k, k, None] * found[k]
-    return found
+        for j in range(n, m):
+            M[k, j] /= M[k, k]
+            for i in range(k):
+                M[i, j] -= M[i, k] * M[k, j]
 
 
-def _divisor(x: Array) -> Array:
-    """x, and NaN for zero; mpmath would raise an error."""
-    return np.where(x == 0, 0 * x + np.nan, x)
-
-
-# -- the regularizer ------------------------------------------------------------------------------
-
-
-def psi(problem: Problem, layer: Layer, policy: Array, state: Array) -> tuple[Array, Array]:
-    """grad psi `(n, B)`, and its Hessian times diag(q), `(n, n, B)`.
+def psi(step: Any, k: int, policy: Any, state: Any, pairs: Any) -> Any:
+    """grad psi of a layer `(n,)`, and its Hessian times diag(q), `(n, n)`.
 
     1 - q(s,a) is read as the sum of the layer's other pairs, in the derivatives too: that is the
     same on Omega, and nothing cancels.
     """
-    model, n = problem.model, layer.pairs
-    pairs = policy + np.repeat(state, layer.actions, 0)
-    slope, K = (
-        model.arithmetic.of(np.zeros(pairs.shape)),
-        _low(model, np.zeros((n, n, pairs.shape[1]))),
-    )
-    every = np.flatnonzero(layer.exists)
-    by_state = [every[every // layer.actions == s] for s in range(layer.states)]
-    for whole in problem.terms:
-        exponent = None if whole.exponent is None else layer.within(whole.exponent)
-        term = whole._replace(weight=layer.within(whole.weight), exponent=exponent)
-        if term.argument == "pair":
-            first, second = derivatives(model, term, pairs[every], every)
-            slope[every] += first
-            K[every, every] += _low(model, second)
-        elif term.argument == "state":
-            first, second = derivatives(model, term, state, np.arange(0, n, layer.actions))
-            for s, group in enumerate(by_state):
-                slope[group] += first[s]
-                shares = model.arithmetic.exp(policy[group])
-                K[np.ix_(group, group)] += _low(model, second[s] * shares)
-        else:
-            for group in [every] if term.argument == "complement" else by_state:
-                if len(group) > 1:
-                    q = model.arithmetic.exp(pairs[group])
-                    rest = others(q)
-                    first, second = derivatives(model, term, model.arithmetic.log(rest), group)
-                    slope[group] += others(first)
-                    # [c, b]: the share of q_b in the rest of c, times the curvature there
-                    shares = _low(model, second / rest)[:, None] * _low(model, q)
-                    shares[np.arange(len(group)), np.arange(len(group))] *= 0
-                    K[np.ix_(group, group)] += others(shares)
+    zero, end = step.states[step.layers[k]], step.states[step.layers[k + 1]]
+    n = end - zero
+    slope, K = np.zeros(n, NUMBER), np.zeros((n, n), LINEAR)
+    firsts, seconds, shares = np.zeros(n, NUMBER), np.zeros(n, LINEAR), np.zeros((n, n), LINEAR)
+    ones = numbers(np.ones((1, n)))[0]
+    for term in range(len(step.kinds)):
+        argument, function = step.kinds[term]
+        for s in range(step.layers[k], step.layers[k + 1]):
+            first, stop = step.states[s] - zero, step.states[s + 1] - zero
+            low, high = (0, n) if argument == COMPLEMENT else (first, stop)
+            for i in range(first, stop):
+                x = state[s] if argument == STATE else pairs[zero + i]
+                if argument in (REST, COMPLEMENT):
+                    ones[i] = number(0.0)
+                    x = log_sum(pairs[zero + low : zero + high], ones[low:high])
+                    ones[i] = number(1.0)
+                firsts[i], seconds[i] = number(0.0), 0.0
+                if rough(x) > -np.inf:
+                    weight, p = step.weights[term, zero + i], step.exponents[term, zero + i]
+                    firsts[i], seconds[i] = derivatives(function, weight, p, x)
+                for b in range(low, high):  # how x follows the changes of pairs
+                    own = b == i if argument == PAIR else b != i or argument == STATE
+                    shares[i, b] = rough_exp(rough(add(pairs[zero + b], -x))) if own else 0.0
+        for s in range(step.layers[k], step.layers[k + 1]):
+            first, stop = step.states[s] - zero, step.states[s + 1] - zero
+            low, high = (0, n) if argument == COMPLEMENT else (first, stop)
+            for i in range(first, stop):
+                for c in range(low, high):
+                    alone = argument in (PAIR, STATE)
+                    if (c == i) == alone and seconds[c] != 0:
+                        slope[i] = add(slope[i], firsts[c])
+                        for b in range(low, high):
+                            K[i, b] += seconds[c] * shares[c, b]
     return slope, K
 
 
-def others(x: Array) -> Array:
-    """Along the first axis, the sum of all entries but this one."""
-    nothing = 0 * x[:1]
-    before = np.concatenate([nothing, np.cumsum(x[:-1], 0)])
-    after = np.concatenate([np.cumsum(x[:0:-1], 0)[::-1], nothing])
-    return before + after
-
-
-def derivatives(
-    model: Model, term: Term, log: Array, where: NDArray[np.intp]
-) -> tuple[Array, Array]:
-    """weight * f'(x) and weight * x f''(x), from log x at these pairs."""
-    exp, weight = model.arithmetic.exp, term.weight[where]
-    if term.function == "power":
-        assert term.exponent is not None
-        p = term.exponent[where]
-        first = weight * p * exp((p - 1) * log)
-        return first, (p - 1) * first
-    if term.function == "x log x":
-        return weight * (log + 1), weight + 0 * log
-    first = weight * exp(-log)
-    return first, -first
+def derivatives(function: int, weight: Any, p: Any, x: Any) -> Any:
+    """weight * f'(x) and weight * x f''(x), from log x."""
+    if function == POWER:
+        less = add(p, number(-1.0))
+        first = times(times(weight, p), exp(times(less, x)))
+        return first, rough(less) * rough(first)
+    if function == ENTROPY:
+        return times(weight, add(x, number(1.0))), rough(weight)
+    first = times(weight, exp(-x))
+    return first, -rough(first)
 
 
 # -- the verdict ----------------------------------------------------------------------------------
 
 
-class Spending(NamedTuple):
-    """Budgets ⟨costs, q⟩ <= limits, and the multipliers that a solver found for them."""
+def settle_with(
+    step: Any, loss: Any, budgets: Any, multipliers: Any, policy: Any, state: Any
+) -> Any:
+    """`settle` with budgets, by Newton's method on the positive multipliers `(m,)`.
 
-    costs: Floats  # (B, m, S, A)
-    limits: Floats  # (B, m)
-    multipliers: Floats  # (B, m)
+    The rows of `budgets` are costs `(N,)` and a limit. Returned are whether the point came to rest,
+    and the relative change of q that would mend what is left: multipliers below zero, and violated
+    budgets whose multiplier is zero.
+    """
+    m, count = len(budgets), len(policy)
+    prices, still, change, wrong = multipliers.copy(), False, 0.0, 0.0
+    for _ in range(PRICES):
+        priced = loss.copy()
+        for i in range(count):
+            for b in range(m):
+                priced[i] = add(priced[i], times(prices[b], budgets[b, i]))
+        gaps = shape(step.layers, step.states, step.P, priced)
+        settled = settle(step, gaps, policy, state)
+        pairs = at(step, policy, state)
+        excess, sizes = np.zeros(m, NUMBER), np.zeros(m, LINEAR)
+        curvature = np.zeros((m, m), LINEAR)  # how little is spent if prices rise
+        for b in range(m):
+            z = direction(step, budgets[b, :count].copy(), False, policy, state, pairs)[1]
+            excess[b], sizes[b] = -budgets[b, count], np.abs(z).max()
+            for i in range(count):
+                spent = times(budgets[b, i], exp(pairs[i]))
+                excess[b] = add(excess[b], spent)
+                for c in range(m):
+                    curvature[c, b] -= rough(budgets[c, i]) * rough_exp(rough(pairs[i])) * z[i]
+        M, rest = np.zeros((m, m + 1), LINEAR), curvature.copy()
+        moving = np.zeros(m, np.bool_)
+        for b in range(m):  # a budget that depends on those before keeps its multiplier
+            bound = max(DEPENDENT * curvature[b, b], FLAT)
+            moving[b] = rough(multipliers[b]) > 0 and rest[b, b] > bound
+            for c in range(m if moving[b] else 0):
+                factor = rest[c, b] / rest[b, b]
+                for d in range(m):
+                    rest[c, d] -= factor * rest[b, d] if c != b else 0.0
+        for b in range(m):
+            M[b, b] = 1.0
+            for c in range(m):
+                M[b, c] = curvature[b, c] if moving[b] and moving[c] else M[b, c]
+            M[b, m] = rough(excess[b]) if moving[b] else 0.0
+        eliminate(M)
+        change, wrong = 0.0, 0.0
+        for b in range(m):
+            change += abs(M[b, m]) * sizes[b]
+            prices[b] = add(prices[b], number(M[b, m]))
+            over_spent = rough(excess[b])
+            if rough(multipliers[b]) > 0:
+                over_spent = abs(over_spent)
+            bent = curvature[b, b] if curvature[b, b] > FLAT else 1.0
+            off = max(-rough(prices[b]), 0.0) if moving[b] else max(over_spent, 0.0) / bent
+            wrong = max(wrong, off * sizes[b])
+        still = settled and change <= STILL
+        if still:
+            break
+    return still, change + wrong
+
+
+def judge_one(step: Any, loss: Any, q: Any, budgets: Any, multipliers: Any, floor: float) -> float:
+    """The error of one q `(N,)`; without budgets, the loss is one of gaps."""
+    policy, state, error = np.zeros_like(loss), np.zeros(len(step.states) - 1, NUMBER), 0.0
+    for i in range(len(q)):
+        policy[i] = log(number(max(q[i], FLOOR)))
+    if len(budgets):
+        settled, left = settle_with(step, loss, budgets, multipliers, policy, state)
+        error += left
+    else:
+        settled = settle(step, loss, policy, state)
+    pairs, least = at(step, policy, state), log(number(floor))
+    for i in range(len(q)):
+        stated, found = log(number(max(q[i], floor))), pairs[i]
+        found = found if rough(found) > rough(least) else least
+        error = max(error, abs(rough(add(stated, -found))))
+    return error if settled else np.nan
+
+
+class Case(NamedTuple):
+    """Steps with one set of layers and actions, in doubles."""
+
+    layers: NDArray[np.int64]  # as in `Step`
+    states: NDArray[np.int64]
+    kinds: NDArray[np.int64]
+    initial: Floats  # (1, S_0)
+    P: Floats  # (b, N, W); b is 1, or B for a batch of MDPs
+    weights: Floats  # (B, terms, N), without 1 / eta_t
+    exponents: Floats  # (B, terms, N)
+    rates: Floats  # (B, 2, terms): t and gamma of eta_t = gamma / sqrt(t)
+    loss: Floats  # (B, N)
+    budgets: Floats  # (B, m, N + 1): costs and a limit
+
+
+def judge_all(case: Any, loss: Any, shaped: Any, q: Any, multipliers: Any, floor: float) -> Any:
+    """`judge`, with losses `(B, 2, N)` that are sums of two doubles, and gaps where `shaped`."""
+    errors, initial = np.zeros(len(q)), numbers(case.initial)
+    normalize(initial)
+    for b in range(len(q)):
+        P, halves = numbers(case.P[b % len(case.P)]), numbers(loss[b])
+        normalize(P)
+        weights, rates = numbers(case.weights[b]), numbers(case.rates[b])
+        for term in range(len(weights)):
+            root = exp(times(number(0.5), log(rates[0, term])))
+            for i in range(len(q[b])):
+                weights[term, i] = times(weights[term, i], over(root, rates[1, term]))
+        own = halves[0]
+        for i in range(len(own)):
+            own[i] = add(own[i], halves[1, i])
+        exponents, budgets = numbers(case.exponents[b]), numbers(case.budgets[b])
+        step = Step(case.layers, case.states, case.kinds, initial[0], P, weights, exponents)
+        if not shaped[b] and not len(budgets):
+            own = shape(case.layers, case.states, P, own)
+        prices = numbers(multipliers[b : b + 1])[0]
+        errors[b] = float(judge_one(step, own, q[b], budgets, prices, floor))
+    return errors
+
+
+@cache
+def in_doubles() -> Callable[..., Floats]:
+    """`judge_all`, compiled with numbers that are sums of two doubles."""
+    names = {**globals(), **DOUBLES}
+    for function in (
+        *(numbers, normalize, shape, log_sum, at, settle, direction, eliminate, psi, derivatives),
+        *(settle_with, judge_one, judge_all),
+    ):
+        again = FunctionType(function.__code__, names, function.__name__)
+        names[function.__name__] = njit(cache=True, error_model="numpy")(again)
+    return names["judge_all"]
 
 
 def judge(
-    model: Model,
-    terms: Sequence[Term],
-    loss: Floats,
-    q: Floats,
-    budgets: Spending | None = None,
-    floor: float = FLOOR,
-    deep: Model | None = None,
+    case: Case, q: Floats, multipliers: Floats, floor: float = FLOOR, exact: bool = False
 ) -> Floats:
-    """How far q `(B, S, A)` is from the solutions, `(B,)`; NaN where the judge did not settle.
+    """How far q `(B, N)` is from the solutions, `(B,)`; NaN where the judge did not settle.
 
     An error is the largest |log q - log q*|, which is the relative error where it is small; entries
-    below the floor count as the floor. `deep` is the same MDP in the arithmetic DEEP, for huge
-    losses.
+    below the floor count as the floor. `multipliers` `(B, m)` are those that a solver found for
+    budgets. `exact` is with 60 digits.
     """
+    arrays: Any = (np.array(x, order="C") for x in case)  # of one type, to compile once
+    case = Case(*arrays)
+    huge = abs(case.loss).max(1) > HUGE
+    loss = np.stack([case.loss, 0 * case.loss], 1)
+    for b in np.flatnonzero(huge):
+        P, deep = (np.vectorize(DEEP.mpf)(x) for x in (case.P[b % len(case.P)], case.loss[b]))
+        normalize(P)
+        gaps = shape(case.layers, case.states, P, deep)
+        gaps *= SCALE  # the loss and psi
+        case.weights[b] *= SCALE
+        loss[b, 0] = gaps
+        loss[b, 1] = gaps - np.vectorize(DEEP.mpf)(loss[b, 0])
+    run = judge_all if exact else in_doubles()
     with np.errstate(all="ignore"):  # far from a solution anything may overflow; NaN is not settled
-        given = [_logs_of(model, *x) for x in zip(model.layers, model.split(q), strict=True)]
-        start, error = at(model, given), np.zeros(len(q))
-        if budgets is None:
-            finer = model if deep is None else deep
-            gaps = shape(finer, finer.split(loss))
-            if deep is not None:
-                of, high = model.arithmetic.of, [x.astype(float) for x in gaps]
-                pairs = zip(gaps, high, strict=True)
-                gaps = [of(y) + of((x - DEEP.of(y)).astype(float)) for x, y in pairs]
-            problem = Problem(model, terms, gaps)
-            truth, settled = settle(problem, start)
-        else:
-            truth, settled, error = settle_with(model, terms, loss, budgets, start)
-        for layer, stated, found in zip(model.layers, given, truth.pairs(model), strict=True):
-            x, y = (np.maximum(logs[layer.exists], np.log(floor)) for logs in (stated, found))
-            error = np.maximum(error, np.max(abs(x - y), 0).astype(float))
-        return np.where(settled, error, np.nan)
-
-
-#: Newton steps on the multipliers of budgets. Below this curvature, a budget changes nothing, and
-#: if less than this share of it is left, nothing that other budgets do not change.
-PRICES, FLAT, DEPENDENT = 8, 1e-30, 1e-10
-
-
-def settle_with(
-    model: Model,
-    terms: Sequence[Term],
-    loss: Floats,
-    budgets: Spending,
-    point: Point,
-) -> tuple[Point, NDArray[np.bool_], Floats]:
-    """`settle` with budgets, by Newton's method on the positive multipliers.
-
-    The third result is the relative change of q that would mend what is left: multipliers below
-    zero, and violated budgets whose multiplier is zero.
-    """
-    arithmetic, m = model.arithmetic, budgets.limits.shape[1]
-    costs = [model.split(budgets.costs[:, i]) for i in range(m)]
-    prices, limits = arithmetic.of(budgets.multipliers.T), arithmetic.of(budgets.limits.T)
-    tight, own, eye = budgets.multipliers.T > 0, model.split(loss), np.eye(m)[..., None]
-    exists = [layer.exists[:, None] for layer in model.layers]
-    still, change = np.zeros(len(loss), bool), np.zeros(len(loss))
-    for _ in range(PRICES):
-        priced = [x + sum(prices[i] * costs[i][k] for i in range(m)) for k, x in enumerate(own)]
-        problem = Problem(model, terms, shape(model, priced))
-        point, settled = settle(problem, point)
-        q = [
-            np.where(e, arithmetic.exp(x), 0)
-            for e, x in zip(exists, point.pairs(model), strict=True)
-        ]
-        answers = [[_high(model, z) for z in direction(problem, point, c)[1]] for c in costs]
-
-        def spent(x: list[Array], q: list[Array] = q) -> Array:
-            parts = [[np.sum(c * y * z, 0) for c, y, z in zip(g, q, x, strict=True)] for g in costs]
-            return np.array([sum(part[1:], part[0]) for part in parts])
-
-        excess = spent([1 + 0 * x for x in q]) - limits
-        curvature = -np.array([spent(answer) for answer in answers])  # (m, m, B), symmetric
-        bends = np.array([curvature[i, i] for i in range(m)])
-        moving, rest = tight.copy(), curvature
-        for i in range(m):  # a budget that depends on those before keeps its multiplier
-            moving[i] &= rest[i, i] > np.maximum(DEPENDENT * bends[i], FLAT)
-            pivot = np.where(moving[i], rest[i, i], 0 * bends[i] + 1)
-            rest = rest - np.where(moving[i], rest[:, i] / pivot, 0 * bends)[:, None] * rest[i]
-        bends = np.where(bends > FLAT, bends, 0 * bends + 1)
-        matrix = np.where(moving[:, None] & moving, curvature, arithmetic.of(eye))
-        step = gauss(matrix, np.where(moving, excess, 0 * excess)[:, None])[:, 0]
-        sizes = np.array([np.max([np.max(abs(z), 0) for z in answer], 0) for answer in answers])
-        change = np.sum(abs(step) * sizes, 0).astype(float)
-        still = settled & (change <= STILL)
-        prices = prices + step
-        if still.all():
-            break
-    off = np.where(tight, abs(excess), np.maximum(excess, 0)) / bends
-    wrong = np.where(moving, np.maximum(-prices, 0), off) * sizes
-    return point, still, change + np.max(wrong, 0).astype(float)
-
-
-def _logs_of(model: Model, layer: Layer, q: Array) -> Array:
-    """log q; where q is zero but the pair exists, that of a number too small for a double."""
-    tiny = model.arithmetic.of(np.full(q.shape, 1e-320))
-    exists = layer.exists[:, None]
-    logs = model.arithmetic.log(np.where(exists & (q > tiny), q, tiny))
-    return np.where(exists, logs, model.arithmetic.of(np.full(q.shape, -np.inf)))
+        return run(case, loss, huge, np.array(q), np.array(multipliers), floor)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import torch_occ as occ
-from experiments.fuzz_judge import FLOOR, Arithmetic, Array, Floats, Model, Spending, Term
+from experiments.fuzz_judge import ARGUMENTS, FLOOR, FUNCTIONS, Case, Floats, judge
 from torch_occ.regularizers.base import TabularRegularizer
 from torch_occ.regularizers.terms import Term as Row
 from torch_occ.regularizers.terms import XLogX
@@ -31,12 +31,24 @@ Parameters = dict[str, Floats]  # by name, (B,) or (B, S, A) each
 KINDS: dict[str, int] = {
     "reasonable": 1,  # losses like t * mean
     "extreme": 2,  # losses up to 1e12 in size, tiny parameters
-    "endless": 16,  # losses up to 1e300
+    "endless": 32,  # losses up to 1e300
     "spread": 1,  # reasonable, with parameters per layer, state or pair
     "mdps": 4,  # reasonable, with as many MDPs as losses
     "wide": 16,  # reasonable, sparse layers of up to 16 states
-    "budgets": 16,  # reasonable, with one to three budgets, some nearly tight
-    "float32": 16,  # reasonable, in single precision
+    "budgets": 256,  # reasonable, with one to three budgets, some nearly tight
+    "float32": 32,  # reasonable, in single precision
+}
+#: How many times fewer steps there are of cells that take much longer than others of their kind.
+SLOW: dict[tuple[str, str], int] = {
+    ("visits", ""): 8,  # always in torch
+    ("visits", "budgets"): 64,
+    ("log_barrier_sqrt", "spread"): 32,
+    ("log_barrier", "spread"): 4,
+    ("log_barrier", "budgets"): 64,
+    ("complement", "extreme"): 8,
+    ("complement", "endless"): 8,
+    ("complement_barrier", "extreme"): 4,
+    ("complement_barrier", "endless"): 4,
 }
 
 
@@ -46,7 +58,7 @@ KINDS: dict[str, int] = {
 class Part(NamedTuple):
     """A term of psi: sign * parameter / eta_t * sum f(argument), with eta_t = gamma / sqrt(t)."""
 
-    argument: Any  # as in the judge's `Term`
+    argument: Literal["pair", "rest", "complement", "state"]
     function: Literal["root", "power", "x log x", "log"]
     parameter: str | None = None
     sign: int = -1
@@ -60,17 +72,6 @@ class Family(NamedTuple):
     parameters: tuple[str, ...]
     build: Callable[[occ.LayeredMDP, dict[str, Any]], occ.Regularizer]
     parts: tuple[Part, ...]
-
-    def terms(self, p: dict[str, Array], root: Array) -> list[Term]:
-        """psi for the judge, from the parameters and sqrt(t)."""
-        terms, one = [], 0 * root + 1
-        for argument, function, parameter, sign, scheduled in self.parts:
-            weight = sign * (root / p["gamma"] if scheduled else one)
-            weight = weight if parameter is None else weight * p[parameter]
-            exponent = {"root": one / 2, "power": p.get("power")}.get(function)
-            kind: Any = "power" if function == "root" else function
-            terms.append(Term(argument, kind, weight, exponent))
-        return terms
 
 
 class Visits(TabularRegularizer):
@@ -221,28 +222,60 @@ class Batch:
         with torch.no_grad():
             return step.solve(loss, t, warm_start=start, check=False, constraints=budgets)
 
-    def spending(self, multipliers: Floats | None) -> Spending | None:
-        """The budgets, for the judge."""
-        if self.costs is None or self.limits is None or multipliers is None:
-            return None
-        return Spending(self.costs, self.limits, multipliers)
+    def case(self) -> Case:
+        """For the judge."""
+        dense, parts, size = self.mdp.to_dense(), FAMILIES[self.family].parts, len(self.t)
+        exists, widths = dense.actions.numpy(), [p.shape[-3] for p in dense.transitions]
+        tables = []
+        for p in dense.transitions:  # the last one leads out of the MDP
+            rows = p.double().flatten(-3, -2).reshape(-1, p.shape[-3] * p.shape[-2], p.shape[-1])
+            more = max(widths) - rows.shape[-1]
+            tables.append(np.pad(rows.numpy(), ((0, 0), (0, 0), (0, more))))
+        P = np.concatenate(
+            [np.broadcast_to(x, (max(map(len, tables)), *x.shape[1:])) for x in tables], 1
+        )
 
-    def model(self, arithmetic: Arithmetic) -> Model:
-        """The MDP for the judge."""
-        dense = self.mdp.to_dense()
-        tables = [p.double().numpy() for p in dense.transitions]
-        initial = dense.initial.double().numpy()
-        return Model.of(arithmetic, tables, dense.actions.numpy(), initial)
+        def values(name: str | None) -> Floats:  # (B, N)
+            x = np.ones(size) if name is None else self.parameters[name]
+            return np.broadcast_to(x.reshape(size, *(x.shape[1:] or (1, 1))), self.loss.shape)[
+                :, exists
+            ]
 
-    def terms(self, arithmetic: Arithmetic) -> list[Term]:
-        """psi for the judge."""
-        t = arithmetic.of(self.t[:, None, None])
-        root = arithmetic.exp(arithmetic.log(t) / 2)
-        parameters = {
-            name: arithmetic.of(x.reshape(len(x), *(x.shape[1:] or (1, 1))))
-            for name, x in self.parameters.items()
-        }
-        return FAMILIES[self.family].terms(parameters, root)
+        kinds = [
+            (
+                ARGUMENTS.index(x.argument),
+                FUNCTIONS.index("power" if x.function == "root" else x.function),
+            )
+            for x in parts
+        ]
+        exponents = [
+            values("power") if x.function == "power" else 0.5 * values(None) for x in parts
+        ]
+        ones = np.ones(size)
+        rates = [
+            [self.t if x.scheduled else ones for x in parts],
+            [self.parameters["gamma"] if x.scheduled else ones for x in parts],
+        ]
+        budgets = np.zeros((size, 0, exists.sum() + 1))
+        if self.costs is not None and self.limits is not None:
+            budgets = np.concatenate([self.costs[:, :, exists], self.limits[..., None]], -1)
+        return Case(
+            layers=np.array([0, *np.cumsum(widths)]),
+            states=np.array([0, *np.cumsum(exists.sum(1))]),
+            kinds=np.array(kinds),
+            initial=dense.initial.double().numpy().reshape(1, -1),
+            P=P[:, exists.ravel()],
+            weights=np.stack([x.sign * values(x.parameter) for x in parts], 1),
+            exponents=np.stack(exponents, 1),
+            rates=np.moveaxis(np.array(rates), -1, 0),
+            loss=self.loss[:, exists],
+            budgets=budgets,
+        )
+
+    def errors(self, q: Floats, multipliers: Floats | None = None, exact: bool = False) -> Floats:
+        """What the judge says about answers `(B, S, A)`."""
+        prices = np.zeros((len(q), 0)) if multipliers is None else multipliers
+        return judge(self.case(), q[:, self.mdp.actions.numpy()], prices, self.floor, exact)
 
     def take(self, index: NDArray[np.intp]) -> Batch:
         """Some of the steps."""

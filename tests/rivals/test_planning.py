@@ -10,7 +10,7 @@ from zoo import Kept, random_loss
 
 import torch_occ as occ
 from torch_occ.engine import draws
-from torch_occ.rivals.kl_ucb import kl_lower
+from torch_occ.rivals.kl_ucb import log_kl_lower
 
 R = occ.rivals
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
@@ -84,16 +84,16 @@ def test_layers_are_drawn_with_halving_probabilities():
 
 @njit
 def indices(mean, width, guess):
-    return np.array([kl_lower(mean[i], width[i], guess[i]) for i in range(len(mean))])
+    return np.array([np.exp(log_kl_lower(mean[i], width[i], guess[i])) for i in range(len(mean))])
 
 
 def test_indices_from_any_guess():
-    visits = np.array([1.0, 1.0, 1.0, 7.0, 7.0, 200.0, 3e3, 3e4, 3e4, 3e4, 3e4, 3e6])
-    mean = np.array([0.0, 0.4, 1.0, 1.0, 0.1, 0.6, 0.01, 1e-4, 0.5, 1 - 1e-4, 0.0, 0.3])
+    visits = np.array([1.0, 7.0, 200.0, 3e3, 3e4, 3e4, 3e4, 3e6])
+    mean = np.array([0.4, 0.1, 0.6, 0.01, 1e-4, 0.5, 1 - 1e-4, 0.3])
     for log in np.linspace(np.log(2.0), np.log(1e6), 20):
         expected = oracles.kl_lower(*map(torch.from_numpy, (mean, log / visits))).numpy()
-        for guess in (0 * mean, expected, 0.9 * expected, mean, 0.5 * (expected + mean)):
-            assert abs(indices(mean, log / visits, guess) - expected).max() < 1e-10
+        for guess in (1 + 0 * mean, 1e-9 * mean, expected, mean, 0.5 * (expected + mean)):
+            assert abs(indices(mean, log / visits, np.log(guess)) - expected).max() < 1e-10
 
 
 # -- variates --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ class CompiledKLUCB(NamedTuple):
     logs: Shared  # (n + 1,), log t
     mean: PerPair
     root: PerPair
-    least: PerPair  # the index
+    least: PerPair  # the logarithm of the index
     choice: PerState
 
 
@@ -52,10 +52,10 @@ def _propose_by_indices(game: Game, t: int, tally: Tally, learner: Any, work: Wo
     if t == 0:
         average(learner, 0.0)
     for i in range(len(learner.visits)):
-        seen, width = learner.visits[i] > 0.0, learner.logs[t + 1] / max(learner.visits[i], 1.0)
-        found = kl_lower(learner.mean[i], width, learner.least[i])
-        learner.least[i] = where(seen, found, 0.0)
-        work.pairs[TRIAL, i] = learner.least[i]
+        mean, width = learner.mean[i], learner.logs[t + 1] / max(learner.visits[i], 1.0)
+        learner.least[i] = log_kl_lower(mean, width, learner.least[i])
+        index = where(mean < 1.0, min(exp(learner.least[i]), mean), exp(-width))
+        work.pairs[TRIAL, i] = where((learner.visits[i] > 0.0) & (mean > 0.0), index, 0.0)
     plan(game.model, learner.choice, work)
 
 
@@ -63,24 +63,26 @@ observe.register(CompiledKLUCB)(observe_averages)
 
 
 @routine(inline=True)
-def kl_lower(mean: Any, width: Any, guess: Any) -> Any:
-    """The smallest x with kl(mean, x) <= width: Newton's method in log x, from below.
+def log_kl_lower(mean: Any, width: Any, guess: Any) -> Any:
+    """log of the smallest x with kl(mean, x) <= width, for 0 < mean < 1: Newton's method in log x.
 
-    kl is convex in log x and falls up to x = mean, so a step from above leads below, and a guess
-    may be on either side. Steps that are too long are caught by the larger of two bounds: Pinsker's
-    inequality, x >= mean - sqrt(width / 2), and -log(1-x) >= 0.
+    kl is convex in log x and falls up to x = mean. So a step from above the solution leads below
+    it, and steps from below stay there, from any guess below log(mean). A small error e becomes
+    others x / ((1-x) (mean-x)) e^2 / 2, which says when the next step would change nothing.
     """
-    log_mean, others = log(max(mean, TINY)), max(1.0 - mean, TINY)
-    zeros, pinsker = others * log(others), mean - sqrt(0.5 * width)
-    bound = log_mean - (width - zeros) / max(mean, TINY)
-    bound = where(pinsker > 0.0, max(bound, log(max(pinsker, TINY))), bound)
-    x = where((guess > 0.0) & (guess < mean), max(bound, log(max(guess, TINY))), bound)
+    others, inside = max(1.0 - mean, TINY), (mean > 0.0) & (mean < 1.0)
+    log_mean, zeros = log(max(mean, TINY)), others * log(others)
+    x = guess
+    if anywhere(not (guess < log_mean)):  # as in episode 1, where it is 0
+        usual = log_mean - sqrt(2.0 * width * others / max(mean, TINY))
+        x = where(guess < log_mean, guess, usual)
     for _ in range(KL_STEPS):
-        x = where(exp(x) >= mean, bound, x)
         other = exp(x)
         information = mean * (log_mean - x) + zeros - others * log(1.0 - other)
-        step = (information - width) * (1.0 - other) / (mean - other)
-        x = max(x + step, bound)
-        if not anywhere((abs(step) > KL_TOLERANCE) & (mean > 0.0) & (mean < 1.0)):
+        slope = (mean - other) / (1.0 - other)
+        step = (information - width) / slope
+        x = max(x + step, -700.0)  # exp(-700) is zero for all purposes
+        left = others * other * step * step / (slope * (1.0 - other) * (1.0 - other))
+        if not anywhere(((left > KL_TOLERANCE) | (abs(step) > 1e-3)) & inside):
             break
-    return where(mean > 0.0, where(mean < 1.0, min(exp(x), mean), exp(-width)), 0.0)
+    return x
