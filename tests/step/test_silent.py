@@ -155,13 +155,13 @@ def test_a_gap_that_bounds_nothing_is_nan():
 
 
 @pytest.mark.parametrize(
-    ("psi", "steps", "scales"), [(occ.LogBarrier, 5, (0.0, 1e8)), (occ.Shannon, 2, (1e4, 1.0))]
+    ("psi", "steps", "good", "bad"),
+    [("LogBarrier", 5, 0, 1e8), ("Shannon", 2, 1e4, 1), ("ConditionalEntropy", 9, 1, 1.7e308)],
 )
-def test_a_failed_element_that_nothing_depends_on(psi, steps, scales):
+def test_a_failed_element_that_nothing_depends_on(psi, steps, good, bad):
     beta = occ.Constant(1.0)
-    step = occ.FTRLStep(MDP, psi() * beta, max_steps=steps, backend="torch")
-    loss = torch.stack([scale * LOSS for scale in scales])
-    solution = step.solve(loss, check=False)
+    step = occ.FTRLStep(MDP, getattr(occ, psi)() * beta, max_steps=steps, backend="torch")
+    solution = step.solve(torch.stack([good * LOSS, bad * LOSS]), check=False)
     assert solution.converged.tolist() == [True, False]
     (slope,) = torch.autograd.grad(solution.q[0, 0, 0], beta.rate, retain_graph=True)
     assert bool(slope.isfinite())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -14,7 +14,6 @@ from torch_occ._support.private import (
     carries_derivative,
     in_forward_mode,
     outside_graphs,
-    refuse_batched_derivatives,
     values_are_hidden,
     versions_of,
     with_autograd,
@@ -28,6 +27,7 @@ from torch_occ.regularizers.terms import keep
 from torch_occ.step.entropic import Entropy, entropy_of
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.graph import as_operator, facts_of, step_of
+from torch_occ.step.implicit import Known
 from torch_occ.step.solution import (
     Budgets,
     Solution,
@@ -177,13 +177,8 @@ def _check_budgets(mdp: LayeredMDP, target: Tensor, budgets: Budgets, tolerance:
 
 # -- The regularized optimal value, min over q in Omega of ⟨q, loss⟩ + psi_t(q) --------------------
 #
-# Let q and v be the solution and its multipliers. The value equals the Lagrangian
-#
-#     G(q, v; loss, t, parameters, P) = ⟨q, loss⟩ + psi_t(q) - ⟨v, E q - b⟩,
-#
-# whose derivatives in q and in v vanish. So the first derivatives of the value are those of G with
-# q and v held fixed (the envelope theorem): q for the loss, no linear system. For higher ones, q
-# and v are functions of the arguments, and the step differentiates them.
+# First derivatives of ⟨q, loss⟩ + psi_t(q) - ⟨v, E q - b⟩ are those with q and v held fixed (the
+# envelope theorem): q for the loss, no linear system. For higher ones, the step is differentiated.
 
 
 def optimal_value(
@@ -217,57 +212,37 @@ def optimal_value(
     with torch.no_grad():
         solution = solve(loss, t)
         value = value_of(solution, *given)
-    return Envelope.apply(partial(value_of, solution), partial(value_of, None), value, None, *given)
+    rule = Envelope(value, partial(value_of, solution), partial(value_of, None))
+    found: Tensor = Known.apply(rule, *given)[0]
+    return found
 
 
-class Envelope(torch.autograd.Function):
-    """A known value, with derivatives of a function that are right the first time.
+class Envelope(NamedTuple):
+    """A rule of `Known` for a value whose slope, or first derivatives, are known."""
 
-    Args:
-        once: the value as a function of the inputs, whose first derivatives are right; unused if
-            the slope in the only input is known.
-        again: a function whose derivatives of any order are right.
-    """
+    value: Tensor
+    once: Callable[..., Tensor] | None  # the value; only first derivatives are right
+    again: Callable[..., Tensor]  # the value; derivatives of any order are right
+    slope: Tensor | None = None  # in the only input, instead of `once`
+    kept: int = 0
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        once: Callable[..., Tensor] | None,
-        again: Callable[..., Tensor],
-        value: Tensor,
-        slope: Tensor | None,
-        *inputs: Tensor,
-    ) -> Tensor:
-        ctx.once, ctx.again = once, again
-        ctx.save_for_backward(slope, *inputs)
-        return value.clone()
+    def outputs(self) -> tuple[Tensor]:
+        return (self.value.detach(),)
 
-    @staticmethod
-    def backward(ctx: Any, bar: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_batched_derivatives(bar)
-        slope, *inputs = ctx.saved_tensors
-        none, needed, more = [None] * 4, ctx.needs_input_grad[4:], torch.is_grad_enabled()
-        if slope is not None and not more:
-            loss_bar = (bar[..., None, None] * slope).sum_to_size(inputs[0].shape)
-            return *none, loss_bar.to(inputs[0].dtype)
-        with torch.enable_grad():
-            if not more:
-                inputs = [x.detach().requires_grad_(n) for x, n in zip(inputs, needed, strict=True)]
-            value = (ctx.again if more else ctx.once)(*inputs)
-            moving = [x for x, n in zip(inputs, needed, strict=True) if n]
-            options = {"create_graph": more, "materialize_grads": True}
-            found = iter(torch.autograd.grad(value, moving, bar, **options))
-        return *none, *(next(found) if n else None for n in needed)
+    def pull_back(self, _: Any, inputs: Sequence[Tensor], needed: Any, bars: Any) -> Any:
+        if self.slope is None:
+            return None
+        found = bars[0].unsqueeze(-1).unsqueeze(-1) * self.slope
+        return [found.sum_to_size(inputs[0].shape).to(inputs[0].dtype)]
+
+    def replay(self, _: Any, inputs: Sequence[Tensor], bars: Any, more: bool) -> Any:
+        return (self.once if self.once and not more else self.again)(*inputs), bars
 
 
 # -- The Fenchel-Young loss of a target occupancy measure (Blondel, Martins and Niculae, 2020) -----
 #
-#     FY(loss, target) = psi*(-loss) + psi(target) + ⟨target, loss⟩
-#                      = [⟨target, loss⟩ + psi(target)] - min over q in Omega [⟨q, loss⟩ + psi(q)]
-#
 # It is convex in the loss, nonnegative, and zero exactly if the step answers with the target. Its
-# gradient in the loss is target - q, and its second derivative is Pi
-# (torch_occ.step.implicit).
+# gradient in the loss is target - q, and its second derivative is Pi (torch_occ.step.implicit).
 
 
 def _model(step: FTRLStep, mdp: LayeredMDP | None) -> LayeredMDP:
@@ -367,7 +342,8 @@ def fenchel_young_loss(
 def _known(again: Callable[..., Tensor], value: Tensor, slope: Tensor, loss: Tensor) -> Tensor:
     """Return a known value with its slope, unless losses on masked pairs are not finite."""
     finite = bool(value.isfinite().all())
-    return Envelope.apply(None, again, value, slope, loss) if finite else again(loss)
+    rule = Envelope(value, None, again, slope)
+    return Known.apply(rule, loss)[0] if finite else again(loss)
 
 
 def _only_the_loss_moves(step: FTRLStep, t: Tensor, mdp: LayeredMDP, *others: Tensor) -> bool:

@@ -109,7 +109,7 @@ class GraphMDP(LayeredMDP):
         """
         # Unvisited states and states of waiting have no flow on edges; the uniform policy continues
         # from there.
-        q = occupancy(self, policy_of(self, self._of_pairs("flows", flows)))
+        q = occupancy(self, policy_of(self, self._of_pairs("flows", flows).clamp(min=0.0)))
         given = as_tensor(flows).to(self.dtype)
         # Flows of a network have errors of single precision.
         wrong = ~((given >= -1e-6) & ((given - self.flows(q)).abs() <= 1e-6))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torch_occ._support.constants import TIE
 from torch_occ._support.private import values_are_hidden
-from torch_occ.mdp.checks import as_tensor, broadcast, check_table, row_tolerance
+from torch_occ.mdp.checks import as_tensor, broadcast, check_table, row_tolerance, unexpected
 from torch_occ.mdp.layered import DENSE_STATES, LayeredMDP
 from torch_occ.mdp.layers import DenseLayer
 
@@ -153,20 +153,19 @@ def occupancy(mdp: LayeredMDP, policy: Tensor, *, in_order: bool = False) -> Ten
             batch. It is slower.
 
     Raises:
-        ValueError: if its shape is wrong, or the probabilities in a state do not sum to one.
+        ValueError: if its shape is wrong, or the numbers of a state are no distribution.
     """
     policy = as_tensor(policy)
     check_table("policy", policy, mdp)
     if not values_are_hidden():
-        sums = policy.detach().sum(-1)
-        wrong = ((sums - 1).abs() > math.sqrt(row_tolerance(policy.dtype))).nonzero()
-        if len(wrong):
+        plain, tolerance = policy.detach(), math.sqrt(row_tolerance(policy.dtype))
+        sums = torch.where(mdp.actions, plain, 0.0).sum(-1)
+        fine = ((sums - 1).abs() <= tolerance) & (plain.amin(-1) >= -tolerance)
+        if len(wrong := (~fine).nonzero()):
             *batch, state = wrong[0].tolist()
             element = f"batch element {tuple(batch)}, " if batch else ""
-            raise ValueError(
-                f"policy: {element}{mdp.locate(state)}: the probabilities of the actions sum to "
-                f"{float(sums[tuple(wrong[0])]):.6g}; expected 1"
-            )
+            place, found = f"policy: {element}{mdp.locate(state)}", plain[tuple(wrong[0])].tolist()
+            raise unexpected(place, "probabilities of its actions that sum to 1", found)
     flow = LayeredFlow(mdp, in_order=True) if in_order else flow_of(mdp)
     return flow.forward(policy, flow_source(mdp)).unsqueeze(-1) * policy
 

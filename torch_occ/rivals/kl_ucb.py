@@ -11,9 +11,6 @@ from torch_occ.engine.learners import TINY, average, observe_averages, plan
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.game.learners import Learner
 
-#: The least logarithm of an index. It is zero for all purposes, and steps from there are right.
-LEAST = -700.0
-
 
 class CompiledKLUCB(NamedTuple):
     """`KLUCB`."""
@@ -84,7 +81,7 @@ def log_kl_lower(mean: Any, width: Any, guess: Any) -> Any:
         information = mean * (log_mean - x) + zeros - others * log(1.0 - other)
         slope = (mean - other) / (1.0 - other)
         step = (information - width) / slope
-        x = max(x + step, LEAST)
+        x = max(x + step, -700.0)  # exp(-700) is zero for all purposes
         left = others * other * step * step / (slope * (1.0 - other) * (1.0 - other))
         if not anywhere(((left > KL_TOLERANCE) | (abs(step) > 1e-3)) & inside):
             break

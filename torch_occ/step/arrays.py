@@ -221,7 +221,7 @@ def rows(x: Tensor, batch: torch.Size, event_dims: int) -> Floats:
     """Return `(*some of batch, S, ...)` as a contiguous array `(N * S or S, ...)`."""
     x = x.detach() if x.requires_grad or in_forward_mode() else x
     split = x.dim() - event_dims
-    if split and x.shape[:split].numel() > 1:
+    if split and x.shape[:split] != batch and x.shape[:split].numel() > 1:
         x = x.expand(*batch, *x.shape[split:])
     array: Floats = (x if x.is_contiguous() else x.contiguous()).numpy()
     return array.reshape(-1, *x.shape[split + 1 :]) if split else array

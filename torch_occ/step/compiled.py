@@ -28,7 +28,7 @@ from torch_occ.regularizers.terms import Factor
 from torch_occ.step import arrays
 from torch_occ.step.arrays import MDPArrays, number, plain, rows, tabulate
 from torch_occ.step.entropic import poison
-from torch_occ.step.implicit import Setting, solve_setting
+from torch_occ.step.implicit import Known, Setting, solve_setting
 from torch_occ.step.solution import (
     Options,
     Solution,
@@ -44,13 +44,16 @@ from torch_occ.step.ways import pays_off, solves_in_logs, why_not_world
 
 # -- Derivatives of a compiled step: by kernels where possible, by the torch path elsewhere --------
 #
-# The kernels differentiate q and v with respect to the weights and exponents of the terms; their
-# rows (torch_occ.regularizers.terms) differentiate those with respect to t and the parameters.
-# Second derivatives use the torch path.
+# The kernels differentiate q and v by the weights and exponents of the terms, and their
+# rows those with respect to t and the parameters. Second derivatives use the torch path.
 
 
 class Origin(NamedTuple):
-    """The solutions of a batch in rows, and all that their derivatives need, apart from tensors."""
+    """The solutions of a batch in rows, and all that their derivatives need, apart from tensors.
+
+    It is a rule of `Known` for (q, v) as a function of the loss, t, the parameters, and the
+    probabilities if they are differentiated.
+    """
 
     step: CompiledStep
     world: MDPArrays
@@ -62,11 +65,19 @@ class Origin(NamedTuple):
     certificate: Floats  # (N, 5)
     batch: torch.Size
     converged: bool
+    kept: int = 1
 
-    @property
-    def has_dead(self) -> bool:
-        """Whether some q(s) is so small that v must be differentiated in logarithms."""
-        return self.step.in_logs and bool((self.q @ self.step.ones < DEAD).any())
+    def outputs(self) -> tuple[Tensor, Tensor]:
+        return self.step.tensors(self.batch, self.q, self.v)
+
+    def replay(
+        self, kept: Sequence[Tensor], inputs: Sequence[Any], bars: Sequence[Any], more: bool
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Return (q, v) in differentiable operations, and their bars."""
+        (q,), (x, r) = kept, bars
+        x = torch.zeros_like(q) if x is None else x
+        r = torch.zeros_like(q[..., 0]) if r is None else r
+        return self.step.replay(self.world.mdp, q, *inputs), self.poison(q, x, r)
 
     def poison(self, q: Tensor, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         """Set x and r to NaN for elements that failed."""
@@ -77,24 +88,28 @@ class Origin(NamedTuple):
         self, q: Tensor, x: Tensor | None, r: Tensor | None, wanted: int = 0
     ) -> tuple[Floats, Floats, Floats]:
         """Solve H(q) u - E'm = -x, E u = r; see `CompiledStep.linear`. Failed elements are NaN."""
-        if x is None or not self.converged:
-            x = torch.zeros_like(q) if x is None else x
-            r = torch.zeros_like(q[..., 0]) if r is None else r
-            x, r = self.poison(q, x, r)
+        x = torch.zeros_like(q) if x is None else x
+        if not self.converged:
+            x, r = self.poison(q, x, torch.zeros_like(q[..., 0]) if r is None else r)
         right = self.step.zeros if r is None else rows(r, self.batch, 1)
         given = (self.terms, self.q, rows(x, self.batch, 2), right)
         return self.step.linear(self.world, self.batch, *given, wanted)
 
     def pull_back(
         self,
-        q: Tensor,
-        loss: Tensor,
+        kept: Sequence[Tensor],
         inputs: Sequence[Any],
         needed: Sequence[bool],
         bars: Sequence[Tensor | None],
-    ) -> list[Tensor | None]:
-        """Return derivatives by the loss and the inputs where needed, from those by q and v."""
+    ) -> list[Tensor | None] | None:
+        """Return derivatives by the loss and the inputs where needed, from those by q and v.
+
+        None if some q(s) is so small that v must be differentiated in logarithms.
+        """
         step, last = self.step, 1 + len(self.values)  # the probabilities follow
+        if step.in_logs and bool((self.q @ step.ones < DEAD).any()):
+            return None
+        (q,), (loss, *inputs) = kept, inputs
         wanted = step.depth if any(needed[1:last]) else 0
         # The system is K' and not K: the sign of v_bar differs.
         minus_x_bar, r_bar, by_terms = self.linear(q, bars[0], bars[1], wanted)
@@ -113,45 +128,6 @@ class Origin(NamedTuple):
             v = torch.from_numpy(self.v).view_as(m)
             found += self.world.pull_back(q, v, loss_bar, m, needed[last:])
         return found + [None] * (len(needed) - len(found))
-
-
-class Follow(torch.autograd.Function):
-    """(q, v), which are known already, as a function of the loss, t and the parameters.
-
-    The probabilities follow if they are differentiated.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, origin: Origin, loss: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-        q, v = origin.step.tensors(origin.batch, origin.q, origin.v)
-        ctx.origin, ctx.numbers = origin, [None if isinstance(x, Tensor) else x for x in inputs]
-        tensors = [x for x in inputs if isinstance(x, Tensor)]
-        ctx.save_for_backward(q, loss, *tensors)
-        ctx.set_materialize_grads(False)
-        return q, v
-
-    @staticmethod
-    def backward(ctx: Any, q_bar: Tensor | None, v_bar: Tensor | None) -> tuple[Any, ...]:
-        origin: Origin = ctx.origin
-        needed = ctx.needs_input_grad[1:]
-        if q_bar is None and v_bar is None:  # as after the envelope theorem (torch_occ.learning)
-            return None, *[None] * len(needed)
-        private.refuse_batched_derivatives(q_bar, v_bar)
-        q, loss, *tensors = ctx.saved_tensors
-        saved = iter(tensors)
-        inputs = [next(saved) if x is None else x for x in ctx.numbers]
-        again = torch.is_grad_enabled() or private.in_forward_mode()  # this is differentiated, too
-        if not (again or origin.has_dead):
-            return None, *origin.pull_back(q, loss, inputs, needed, (q_bar, v_bar))
-        q_bar = torch.zeros_like(q) if q_bar is None else q_bar
-        v_bar = torch.zeros_like(q[..., 0]) if v_bar is None else v_bar
-        with torch.enable_grad():
-            solved = origin.step.replay(origin.world.mdp, q, loss, *inputs)
-            wanted = [x for x, need in zip((loss, *inputs), needed, strict=True) if need]
-            options = {"create_graph": again, "allow_unused": True}
-            bars = origin.poison(q, q_bar, v_bar)
-            found = iter(torch.autograd.grad(solved, wanted, bars, **options))
-        return None, *(next(found) if need else None for need in needed)
 
 
 # -- The engine of `FTRLStep`: compiled solves of a batch of problems ------------------------------
@@ -267,7 +243,7 @@ class CompiledStep:
             isinstance(x, Tensor) and x.requires_grad for x in followed
         ):
             solved = (q, v, certificate, batch, converged)
-            found = Follow.apply(Origin(self, world, values, numbers, terms, *solved), *followed)
+            found = Known.apply(Origin(self, world, values, numbers, terms, *solved), *followed)
         else:
             found = self.tensors(batch, q, v)
         # The user gets a copy of failures, because derivatives read them later.
@@ -280,27 +256,25 @@ class CompiledStep:
         self,
         parameters: Sequence[Tensor],
         loss: Tensor,
-        t: Tensor,
-        found: Sequence[Tensor],
-        bars: Sequence[Tensor],
+        t: Tensor | None,
+        q: Tensor,
+        bars: Sequence[Tensor | None],
         more: bool,
     ) -> list[Tensor] | None:
-        """Return derivatives at a known solution (q, v, certificate), or None if torch must.
+        """Return derivatives at the solution q from those by q and v, or None if torch must.
 
         They are those in the loss; with `more`, in t and the parameters, too.
         """
-        prepared = self._prepare(loss, t, found[0], None, parameters)
+        prepared = self._prepare(loss, 1.0 if t is None else t, q, None, parameters)
         if prepared is None:
             return None
         world, inputs, values, numbers, terms, batch = prepared
-        q, v = rows(found[0], batch, 2), rows(found[1], batch, 1)
-        solved = (q, v, found[2].numpy().reshape(-1, 5), batch, True)
+        # Neither the multipliers nor the certificate are read.
+        solved = (rows(q, batch, 2), self.zeros, self.zeros, batch, True)
         origin = Origin(self, world, values, numbers, terms, *solved)
-        if origin.has_dead:
-            return None
-        needed = [True, *[more] * len(inputs)]
-        bar = origin.pull_back(found[0], loss, inputs, needed, bars[:2])
-        return [x for x in bar if x is not None]
+        needed = [True, more and t is not None, *[more] * (len(inputs) - 1)]
+        bar = origin.pull_back((q,), (loss, *inputs), needed, bars)
+        return None if bar is None else [x for x in bar if x is not None]
 
     def _prepare(
         self,

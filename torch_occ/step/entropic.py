@@ -457,7 +457,8 @@ class Entropic:
         mdp = self.mdp.with_probabilities(*probabilities) if probabilities else self.mdp
         # The value is that of the gaps; the derivative is that of loss + P shift - shift.
         change = loss + flow_of(mdp).lookahead(shift)
-        shaped = torch.where(mdp.actions, gaps + (change - change.detach()), 0.0)
+        shaped = gaps + (change - change.detach())  # may be infinite where an element failed
+        shaped = torch.where(mdp.actions & shaped.isfinite(), shaped, 0.0)
         if self.closed:
             plan = plan_softly(mdp, shaped, weight)
             return plan.q, plan.value + shift

@@ -191,11 +191,11 @@ class FTRLStep(Frozen):
             ValueError: if a shape or value is wrong; the message names the argument and the place.
             NotImplementedError: inside two nested forward modes.
         """
-        t = self.episode(t) if t is None else t
         budgets = self.constraints if constraints is None else constraints
         given = (warm_start, mdp, check, budgets, multipliers)
         if torch.compiler.is_compiling():
             return graph.solve_in_graph(self, cumulative_loss, t, *given)
+        t = self.episode(t) if t is None else t
         cumulative_loss = graph.promote(cumulative_loss, self.mdp)
         if torch.is_inference_mode_enabled() or graph.autocasts(cumulative_loss):
             again = partial(self.solve, mdp=mdp, check=check, constraints=constraints)

@@ -75,9 +75,8 @@ def solve_plainly(
 # `torch_occ::pull_back_step`, its derivative. Both run the step as usual. A graph holds tensors and
 # names but no modules, so it refers to the step by its name in a table of this process.
 #
-# With the engine, the derivative needs no second solve. In torch, and with budgets, it solves the
-# step again from the solution that it is given; this takes one or two iterations. Outside of
-# torch.compile the operators are not used.
+# With the engine, the derivative needs no second solve; otherwise the step is solved again from its
+# solution. Outside of torch.compile the operators are not used.
 
 
 _steps: WeakValueDictionary[str, FTRLStep] = WeakValueDictionary()
@@ -108,6 +107,7 @@ class Facts(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     plain: bool  # whether the regularizer has no parameters
+    timed: bool  # whether it depends on t
     movable: bool  # whether the MDP requires gradients
     compiled: bool
 
@@ -118,13 +118,14 @@ def facts_of(name: str) -> Facts:
     step = step_of(name)
     mdp, plain = step.mdp, not step.evaluator.names
     movable = any(p.requires_grad for p in mdp.probabilities)
-    return Facts(mdp.dtype, mdp.device, plain, movable, step.expected_backend == "engine")
+    known = (plain, step.schedule is not None, movable, step.expected_backend == "engine")
+    return Facts(mdp.dtype, mdp.device, *known)
 
 
 def solve_in_graph(
     step: FTRLStep,
     loss: Tensor,
-    t: Tensor | float,
+    t: Tensor | float | None,
     warm_start: Tensor | None,
     mdp: LayeredMDP | None,
     check: bool,
@@ -148,14 +149,15 @@ def solve_in_graph(
         )
     if reason is None:
         loss = loss.to(facts.dtype) if loss.is_floating_point() else loss
-        t = torch.as_tensor(t, dtype=facts.dtype, device=facts.device)
-        parameters = [] if facts.plain else list(step.evaluator.parameters(t))
+        now, parameters = None, []
+        if facts.timed or not facts.plain or t is not None:
+            now = torch.as_tensor(step.episode(t), dtype=facts.dtype, device=facts.device)
+            parameters = [] if facts.plain else list(step.evaluator.parameters(now))
         given = [] if budgets is None else [budgets.costs, budgets.limits]
         given += [] if multipliers is None else [multipliers]
-        found = solve_step(step.name_in_graphs, loss, t, warm_start, parameters, given)
-        q, v, certificate, *rest = found
-        prices, slack = rest if budgets is not None else (None, None)
-        return Solution(q, v, certificate, facts.compiled, prices, slack)
+        found = solve_step(step.name_in_graphs, loss, now, warm_start, parameters, given)
+        q, v, certificate, *prices = found
+        return Solution(q, v, certificate, facts.compiled, *prices)
     if not torch.compiler.is_dynamo_compiling():
         raise NotImplementedError(f"torch.export: {reason}")
     named = {"mdp": mdp, "check": check, "constraints": budgets, "multipliers": multipliers}
@@ -163,7 +165,7 @@ def solve_in_graph(
 
 
 @outside_graphs
-def _solve_outside(step: FTRLStep, loss: Tensor, t: Tensor | float, **given: Any) -> Solution:
+def _solve_outside(step: FTRLStep, loss: Tensor, t: Any, **given: Any) -> Solution:
     """Solve a step between two graphs, as without torch.compile."""
     return step.solve(loss, t, **given)
 
@@ -188,10 +190,11 @@ Tensors = Sequence[Tensor]
 
 
 def _solve(
-    name: str, loss: Tensor, t: Tensor, start: Tensor | None, parameters: Tensors, budgets: Tensors
+    name: str, loss: Tensor, t: Any, start: Tensor | None, parameters: Tensors, budgets: Tensors
 ) -> Solution:
     """Solve a step at these parameters; `budgets` are costs, limits, and a start of multipliers."""
     given: Sequence[Any] = (Budgets(*budgets[:2]), *budgets[2:]) if budgets else ()
+    t = 1.0 if t is None else t
     return step_of(name).solve_at(parameters, loss, t, start, None, True, *given)
 
 
@@ -221,68 +224,81 @@ library = torch.library.Library("torch_occ", "FRAGMENT")
 
 
 def _empty(
-    name: str, loss: Tensor, t: Tensor, start: Tensor | None, parameters: Tensors, budgets: Tensors
-) -> tuple[Tensor, ...]:
+    name: str,
+    loss: Tensor,
+    t: Tensor | None,
+    start: Tensor | None,
+    parameters: Tensors,
+    budgets: Tensors,
+) -> list[Tensor]:
     step = step_of(name)
-    shapes = [loss.shape[:-2], t.shape, step.mdp.batch_shape]
+    shapes = [loss.shape[:-2], step.mdp.batch_shape, *([] if t is None else [t.shape])]
     shapes += step.evaluator.batch_shapes(parameters).values()
     shapes += [] if start is None else [start.shape[:-2]]
     shapes += [x.shape[:-dims] for x, dims in zip(budgets, (3, 1, 1), strict=False)]
     batch = torch.broadcast_shapes(*shapes)
     q = loss.new_empty(*batch, *loss.shape[-2:], dtype=step.mdp.dtype)
-    m = budgets[1].shape[-1] if budgets else 0
-    return q, *(q.new_empty(*batch, size) for size in (loss.shape[-2], 5, m, m))
+    sizes = [loss.shape[-2], 5] + [x.shape[-1] for x in budgets[1:2] for _ in range(2)]
+    return [q, *(q.new_empty(*batch, size) for size in sizes)]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.name, loss, t, _, parameters, budgets = inputs
     ctx.mark_non_differentiable(output[2])
-    ctx.count = len(parameters)
-    ctx.save_for_backward(*output[:4], loss, t, *parameters, *budgets)
+    ctx.set_materialize_grads(False)
+    found = [output[0], *output[3:4]]
+    ctx.ends = len(found), len(found) + len(parameters)
+    ctx.save_for_backward(loss, t, *found, *parameters, *budgets)
 
 
-def _pull_back(ctx: Any, *bars: Tensor) -> tuple[Any, ...]:
-    found, (loss, t, *rest) = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
-    given = (rest[: ctx.count], rest[ctx.count :])
+def _pull_back(ctx: Any, bars: list[Any]) -> tuple[Any, ...]:
+    (loss, t, *rest), (one, two) = ctx.saved_tensors, ctx.ends
+    found, parameters, budgets = rest[:one], rest[one:two], rest[two:]
     _, _, by_t, _, *needed = ctx.needs_input_grad
     more = by_t or any(map(any, needed))
-    loss_bar, *others = pull_back_step(
-        ctx.name, [*bars[:2], *bars[3:]], list(found), loss, t, *given, more
-    )
-    if not more:
-        return None, loss_bar, None, None, [None] * ctx.count, [None] * len(given[1])
-    last = 1 + ctx.count
-    limits = others[last:] + [None] * (len(given[1]) - 2 if given[1] else 0)
-    return None, loss_bar, others[0], None, others[1:last], limits
+    given = (ctx.name, [*bars[:2], *bars[3:]], found, loss, t, parameters, budgets, more)
+    loss_bar, *others = pull_back_step(*given)
+    t_bar = others.pop(0) if more and t is not None else None
+    others += [None] * (len(rest) - one)
+    count = len(parameters)
+    return None, loss_bar, t_bar, None, others[:count], others[count : count + len(budgets)]
 
 
 @as_operator(
-    "solve_step(str name, Tensor loss, Tensor t, Tensor? start, Tensor[] parameters, "
-    "Tensor[] budgets) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "solve_step(str name, Tensor loss, Tensor? t, Tensor? start, Tensor[] parameters, "
+    "Tensor[] budgets) -> Tensor[]",
     _empty,
     _pull_back,
     _save,
 )
 def solve_step(
-    name: str, loss: Tensor, t: Tensor, start: Tensor | None, parameters: Tensors, budgets: Tensors
-) -> tuple[Tensor, ...]:
-    """Return q, v, the certificate, and multipliers and slack of the budgets."""
+    name: str,
+    loss: Tensor,
+    t: Tensor | None,
+    start: Tensor | None,
+    parameters: Tensors,
+    budgets: Tensors,
+) -> list[Tensor]:
+    """Return q, v and the certificate; with budgets, also their multipliers and slack."""
     with with_autograd(), torch.no_grad():
         found = _solve(name, loss, t, start, parameters, budgets)
-    none = found.q[..., 0, :0]
-    rest = [none if x is None else x for x in (found.multipliers, found.slack)]
-    # An operator must not return one tensor twice, nor views.
-    return found.q, *(x.contiguous() for x in (found.value, found.certificate)), *map(_copy, rest)
+    # An operator must not return views; nor one tensor twice, as slack and multipliers may be.
+    rest = [_copy(x) for x in (found.multipliers, found.slack) if x is not None]
+    return [found.q, *(x.contiguous() for x in (found.value, found.certificate)), *rest]
 
 
 def _copy(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
+def _moving(loss: Any, t: Any, parameters: Any, budgets: Any, more: bool) -> list[Any]:
+    """Return what a derivative is taken in."""
+    others = [*([] if t is None else [t]), *parameters, *budgets[:2]]
+    return [loss, *(others if more else [])]
+
+
 def _empty_bars(*given: Any) -> list[Tensor]:
-    *_, loss, t, parameters, budgets, more = given
-    moving = (loss, *((t, *parameters, *budgets[:2]) if more else ()))
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in moving]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in _moving(*given[3:])]
 
 
 def _refuse_second(ctx: Any, *bars: Any) -> None:
@@ -292,7 +308,7 @@ def _refuse_second(ctx: Any, *bars: Any) -> None:
 
 
 @as_operator(
-    "pull_back_step(str name, Tensor[] bars, Tensor[] found, Tensor loss, Tensor t, "
+    "pull_back_step(str name, Tensor?[] bars, Tensor[] found, Tensor loss, Tensor? t, "
     "Tensor[] parameters, Tensor[] budgets, bool more) -> Tensor[]",
     _empty_bars,
     _refuse_second,
@@ -300,37 +316,40 @@ def _refuse_second(ctx: Any, *bars: Any) -> None:
 )
 def pull_back_step(
     name: str,
-    bars: Tensors,
+    bars: Sequence[Tensor | None],
     found: Tensors,
     loss: Tensor,
-    t: Tensor,
+    t: Tensor | None,
     parameters: Tensors,
     budgets: Tensors,
     more: bool,
 ) -> list[Tensor]:
-    """Return the derivative in the loss; with `more`, also in t, the parameters and the budgets."""
+    """Return the derivative in the loss; with `more`, also in t, the parameters and the budgets.
+
+    `found` are q, and the multipliers of budgets.
+    """
     step = step_of(name)
-    with with_autograd():
-        if not budgets and (bar := step.pull_back(parameters, loss, t, found, bars, more)):
-            return bar
-        with torch.enable_grad():
-            loss, t = (x.detach().requires_grad_(i == 0 or more) for i, x in enumerate((loss, t)))
-            given, limits = (
-                [x.detach().requires_grad_(more) for x in part]
-                for part in (parameters, budgets[:2])
-            )
-            start = [*limits, found[3].detach()] if budgets else []
-            again = _solve(name, loss, t, found[0].detach(), given, start)
-            outputs = (again.q, again.value, again.multipliers, again.slack)
-            solved = [x for x in outputs if x is not None]
-            moving = [loss, *((t, *given, *limits) if more else ())]
-            grads = torch.autograd.grad(solved, moving, bars[: len(solved)], materialize_grads=True)
+    if not budgets and (bar := step.pull_back(parameters, loss, t, found[0], bars, more)):
+        return bar
+    with with_autograd(), torch.enable_grad():
+        loss = loss.detach().requires_grad_()
+        t = None if t is None else t.detach().requires_grad_(more)
+        given, limits = (
+            [x.detach().requires_grad_(more) for x in part] for part in (parameters, budgets[:2])
+        )
+        start = [*limits, *(x.detach() for x in found[1:])]
+        again = _solve(name, loss, t, found[0].detach(), given, start)
+        outputs = (again.q, again.value, again.multipliers, again.slack)
+        pairs = [(x, bar) for x, bar in zip(outputs, bars, strict=False) if bar is not None]
+        moving = _moving(loss, t, given, limits, more)
+        solved, cotangents = zip(*pairs, strict=True)
+        grads = torch.autograd.grad(solved, moving, cotangents, materialize_grads=True)
     return list(map(_copy, grads))
 
 
 def _map(
     info: Any, in_dims: tuple[Any, ...], name: str, *given: Any
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+) -> tuple[list[Tensor], list[int]]:
     loss, t, start, parameters, budgets = given
     _, loss_dim, t_dim, start_dim, *dims = in_dims
     if any(dim is not None for part in dims for dim in part) or budgets:
@@ -351,8 +370,8 @@ def _map(
 
     loss = front(loss, loss_dim, 2).expand(info.batch_size, *(-1,) * (rank + 2))
     start = None if start is None else front(start, start_dim, 2)
-    found = solve_step(name, loss, front(t, t_dim, 0), start, parameters, budgets)
-    return found, (0,) * 5
+    t = None if t is None else front(t, t_dim, 0)
+    return solve_step(name, loss, t, start, parameters, budgets), [0] * 3
 
 
 torch.library.register_vmap("torch_occ::solve_step", _map, lib=library)

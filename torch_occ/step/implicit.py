@@ -1,15 +1,7 @@
 """Derivatives of a solution by the implicit function theorem, not through the solver.
 
-Let z = (q, v) solve `operator(z; arguments) = rhs`, with the Jacobian K at the solution. Then
-
-    forward:    K dz = d rhs - d operator
-    reverse:    K' lambda = z_bar,    rhs_bar = lambda,    arguments_bar = - (d operator)' lambda
-
-A linear system with K is itself such an equation, with the same K. So one `autograd.Function`
-serves both: the derivative of a solution is the solution of a linear equation. This gives
-derivatives of any order, in reverse and in forward mode. No factorization is differentiated.
-
-There are two equations, both with the system of torch_occ.step.system:
+The derivative of a solution is the solution of a linear equation with the Jacobian K, and so is the
+derivative of that: one `autograd.Function` serves both (docs/step.md). There are two equations:
 
     Stationarity   grad psi_t(q) - E'v = x,  E q = b       the FTRL step, x = - cumulative loss
     Linearized     H(q) u - E'm = x,         E u = r       its derivatives
@@ -24,7 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from torch_occ._support.private import inside_transform, refuse_batched_derivatives
+from torch_occ._support.private import (
+    in_forward_mode,
+    inside_transform,
+    refuse_batched_derivatives,
+)
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_adjoint, flow_of, flow_source
@@ -304,6 +300,46 @@ class ImplicitSolution(torch.autograd.Function):
         return outputs, (0,) * len(outputs)
 
 
+class Known(torch.autograd.Function):
+    """Outputs that are known already, as a function of inputs.
+
+    The first argument is a rule for their derivatives, with
+
+    - `outputs()`, a tuple, and `kept`, how many of them its derivatives depend on;
+    - `pull_back(kept, inputs, needed, bars)`, first derivatives by formulas, or None;
+    - `replay(kept, inputs, bars, more)`, outputs in differentiable operations, and their bars;
+      derivatives of any order are right if `more` is set.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rule: Any, *inputs: Any) -> Any:
+        found = rule.outputs()
+        ctx.rule, ctx.numbers = rule, [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.save_for_backward(*found[: rule.kept], *(x for x in inputs if isinstance(x, Tensor)))
+        ctx.set_materialize_grads(False)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *bars: Tensor | None) -> tuple[Any, ...]:
+        rule, needed = ctx.rule, ctx.needs_input_grad[1:]
+        if all(bar is None for bar in bars):
+            return None, *[None] * len(needed)
+        refuse_batched_derivatives(*bars)
+        saved = ctx.saved_tensors
+        kept, tensors = saved[: rule.kept], iter(saved[rule.kept :])
+        inputs = [next(tensors) if x is None else x for x in ctx.numbers]
+        again = torch.is_grad_enabled() or in_forward_mode()  # this is differentiated, too
+        found = None if again else rule.pull_back(kept, inputs, needed, bars)
+        if found is None:
+            with torch.enable_grad():
+                outputs, bars = rule.replay(kept, inputs, bars, again)
+                wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
+                options = {"create_graph": again, "allow_unused": True}
+                grads = iter(torch.autograd.grad(outputs, wanted, bars, **options))
+            found = [next(grads) if need else None for need in needed]
+        return None, *found
+
+
 def solve_setting(
     setting: Setting, options: Options, loss: Tensor, start: Tensor, rank: int, check: bool | None
 ) -> Solution:
@@ -329,15 +365,8 @@ def solve_setting(
 
 # -- First and second derivatives of the step with respect to the loss; both differentiable --------
 #
-# At a solution q, a small change x of the loss changes q by -Pi x. Here
-#
-#     Pi = H^-1 - H^-1 E'(E H^-1 E')^-1 E H^-1
-#
-# is symmetric and positive semidefinite. Its derivative in the direction m is
-#
-#     d/ds Pi(L + s m) = Pi D3psi[Pi m] Pi,        D3psi[u] = d/ds H(q + s u).
-#
-# So a second-order expansion of q in random losses needs Pi and the third derivatives of psi.
+# At a solution q, a small change x of the loss changes q by -Pi x (docs/step.md), and Pi changes by
+# d/ds Pi(L + s m) = Pi D3psi[Pi m] Pi with D3psi[u] = d/ds H(q + s u).
 
 
 class Linearization:

@@ -25,6 +25,7 @@ on: what is left of them is small, and has all digits that count.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -274,24 +275,26 @@ def newton(
 ) -> Solution:
     """Minimize ⟨q, loss⟩ + psi_t(q); each element of the batch stops on its own, with a status.
 
-    The loss `(*batch, S, A)` has the full batch shape, and `derive` is q -> gradient and Hessian of
-    psi_t. The start is the occupancy of an interior policy.
+    The loss `(*batch, S, A)` has the full batch shape, `derive` is q -> gradient and Hessian of
+    psi_t, and the start is the occupancy of an interior policy.
     """
-    solution, rounding, base = _descend(flow, derive, shape_loss(flow.mdp, loss), start, options)
+    share = max(_PAUSE, options.max_steps // (1 + _REFINEMENTS))
+    first = replace(options, max_steps=min(options.max_steps, share))
+    solution, rounding, base = _descend(flow, derive, shape_loss(flow.mdp, loss), start, first)
     ended = (solution.status == Status.STALLED) | solution.converged
     again = ended & (rounding > options.tolerance_in(loss.dtype) * _COARSE)
     for count in range(1 + _REFINEMENTS):
-        again = solution.status == Status.STALLED if count else again
+        paused = (solution.status == Status.MAX_STEPS) & (solution.steps < options.max_steps)
+        again = paused | (solution.status == Status.STALLED if count else again)
         if not bool(again.any()):
             continue
         # Sums of losses along an episode have too few digits for the certificate. Compute them
         # again without rounding errors, and then relative to the multipliers found.
-        mdp = flow.mdp
-        shaped = recenter(mdp, loss, base) if count else shape_finely(mdp, loss)
-        found, _, more = _descend(flow, derive, shaped, solution.q, options)
+        shaped = recenter(flow.mdp, loss, base) if count else shape_finely(flow.mdp, loss)
+        found, _, more = _descend(flow, derive, shaped, solution.q, first)
         found.certificate[..., 1] += solution.certificate[..., 1]  # steps
         better = found.dual_residual < solution.dual_residual
-        better = again & better if count else again
+        better = again & (better | paused) if count else again
         solution, (base,) = solution.merge(found, better), merge(better, [more], [base])
     return solution
 
@@ -412,8 +415,9 @@ _COARSE = 1 / 4
 #: How often a step is shortened to a quarter. After that, the iteration goes on from its end.
 _BACKTRACKS = 30
 
-#: How often q is corrected after the iteration, with multipliers of more digits.
-_REFINEMENTS = 4
+#: The least number of steps before the loss is shaped again, since rounding errors may be what
+#: keeps them from ending, and how often that is done with multipliers of more digits.
+_PAUSE, _REFINEMENTS = 40, 4
 
 
 def _relative_change(flow: Flow, psi: Derivatives, q: Tensor, dq: Tensor) -> tuple[Tensor, Tensor]:
