@@ -115,6 +115,11 @@ def test_a_hopeless_step_does_not_refuse_its_neighbour():
     assert bool(batch.solve("torch").converged[1])
 
 
+def test_multipliers_of_dependent_budgets_follow_the_gaps():
+    random = np.random.default_rng([25, 5, 6, 3])
+    assert try_batch(random, draw(random, "hybrid", "budgets", 8), "engine")[0].wrong == 0
+
+
 def test_problems_are_kept_as_they_are(tmp_path):
     random = np.random.default_rng(5)
     for family in FAMILIES:

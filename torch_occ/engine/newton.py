@@ -34,7 +34,7 @@ from torch_occ.engine.layout import (
     span,
 )
 from torch_occ.engine.linear import arrive, factorize, solve
-from torch_occ.engine.psi import derive, uses
+from torch_occ.engine.psi import derive, uses, varies
 from torch_occ.engine.shaping import (
     certify,
     is_convex,
@@ -94,7 +94,9 @@ def descend(
     best, decrement = np.inf, np.inf
     refresh = not (stale <= usable(work.notes[at.RECENT]))
     largest = shape_loss(model, loss, work)
-    fine = not (EPS * largest <= COARSE * tolerance * least_unit(model, terms, weights))
+    # Between pairs of large and small weight, a small error of the one is a large one of the other.
+    goal = 1e-2 * tolerance if varies(terms, weights) else tolerance
+    fine = not (EPS * largest <= COARSE * goal * least_unit(model, terms, weights))
     if anywhere(fine):
         shape_rarely(model, loss, fine, work)
     complement = uses(terms, at.COMPLEMENT)
@@ -155,7 +157,7 @@ def descend(
         found = certify(model, complement, fine, work)
         dual, flow = where(wanted, found[0], dual), where(wanted, found[1], flow)
         paused = (status == MAX_STEPS) & (steps < max_steps)
-        wanted = wanted & (paused | ((status == STALLED) & (not (dual <= tolerance))))
+        wanted = wanted & (paused | ((status == STALLED) & (not (dual <= goal))))
         if left == 0 or budgets is not None or not anywhere(wanted):
             break
         # Rounding errors of the multipliers count. Shaped by them, the loss has none.
@@ -438,7 +440,7 @@ def steer(budgets: Any, running: Any, work: Work) -> None:
             rows[EXCESS, j] = spent - budgets.limits[j]
         find_change(budgets)
         for j in range(len(budgets.limits)):
-            z = where(running, rows[CHANGE, j], 0.0)
+            z = where(running, max(rows[CHANGE, j], -budgets.y[j]), 0.0)
             budgets.y[j] = max(budgets.y[j] + z, 0.0)
             most = 0.0
             for i in range(pairs.shape[1]):

@@ -269,7 +269,8 @@ def certify(model: Model, complement: bool, fine: Any, work: Work) -> tuple[Any,
                 elif anywhere(fine):
                     # An error common to all actions of a state does not change q.
                     own = 1.0 - pairs[at.INVERSE, i] * states[at.SHARE, s]
-                    residual += where(fine, pairs[at.ROUNDING, i] * own, 0.0)
+                    lost = EPS * (abs(pairs[at.AHEAD, i]) + abs(shaping))
+                    residual += where(fine, (pairs[at.ROUNDING, i] + lost) * own, 0.0)
                 error = abs(residual / unit)
                 bad += (error - error) + (unit - unit)  # 0 unless something is not finite
                 dual = max(dual, error)
