@@ -37,7 +37,7 @@ def bandit(*losses):
 @pytest.mark.parametrize("kind", list(KINDS)[2:])
 def test_every_kind(kind):
     """In torch, with budgets judged too; families that differ most."""
-    args = fuzz.Args(batch=48, backends=("torch",))
+    args = fuzz.Args(batch=24, backends=("torch",))
     for family in ("tsallis", "jin_luo", "visits", "conditional_entropy"):
         cell = fuzz.Cell(family, kind, "torch")
         (found,) = fuzz.play(fuzz.Task(args, cell, 1)).values()
