@@ -13,7 +13,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # The demo needs half of what the tests need. A first figure does not wait for the rest.
 DEMO := $(or $(wildcard $(READY)),$(VENV)/.demo)
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check \
+	--constraint constraints.txt --editable
 
 .DELETE_ON_ERROR:
 .PHONY: demo test test-lowest test-newest test-machines lint format board bench docs clean help

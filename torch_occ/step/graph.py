@@ -224,12 +224,7 @@ library = torch.library.Library("torch_occ", "FRAGMENT")
 
 
 def _empty(
-    name: str,
-    loss: Tensor,
-    t: Tensor | None,
-    start: Tensor | None,
-    parameters: Tensors,
-    budgets: Tensors,
+    name: str, loss: Tensor, t: Any, start: Any, parameters: Tensors, budgets: Tensors
 ) -> list[Tensor]:
     step = step_of(name)
     shapes = [loss.shape[:-2], step.mdp.batch_shape, *([] if t is None else [t.shape])]
