@@ -112,7 +112,8 @@ class GraphMDP(LayeredMDP):
         q = occupancy(self, policy_of(self, self._of_pairs("flows", flows).clamp(min=0.0)))
         given = as_tensor(flows).to(self.dtype)
         # Flows of a network have errors of single precision.
-        wrong = ~((given >= -1e-6) & ((given - self.flows(q)).abs() <= 1e-6))
+        negative, off = ~(given >= -1e-6), ~((given - self.flows(q)).abs() <= 1e-6)
+        wrong = negative if bool(negative.any()) else off
         if bool(wrong.any()):
             place = tuple(wrong.nonzero()[0].tolist())
             batch = f", element {list(place[:-1])}" if len(place) > 1 else ""
