@@ -15,7 +15,7 @@ allows (`longest_leaps`). Their number grows with log T.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -215,9 +215,9 @@ class Draw:
             return self.binomial(visits, mean)
         if noise == "none":
             return visits * mean
-        like: dict[str, Any] = {"generator": self.generator, "dtype": visits.dtype, "device": visits.device}
         off, radius = torch.zeros_like(visits), torch.minimum(mean, 1 - mean)
         for i in range(int(visits.clamp(max=MANY).max())):
-            off += torch.where(i < visits, 2 * torch.rand(visits.shape, **like) - 1, 0.0)
-        normal = (visits / 3).sqrt() * torch.randn(visits.shape, **like)
+            one = torch.empty_like(visits).uniform_(-1.0, 1.0, generator=self.generator)
+            off += torch.where(i < visits, one, 0.0)
+        normal = torch.empty_like(visits).normal_(generator=self.generator) * (visits / 3).sqrt()
         return visits * mean + radius * torch.where(visits < MANY, off, normal)
