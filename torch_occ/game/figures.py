@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -154,12 +154,7 @@ def occupancy_figure(
     written = cells <= WRITTEN and mdp.horizon <= PANELS
     height = max(1.2, (0.5 if written else 0.3) * most)
     width = min(max(0.9, 0.5 * mdp.num_actions), 4.0)
-    size = (1.6 + len(layers) * (width + 0.25), 1.1 + height)
-    # Margins are set by hand, because matplotlib draws several times to find them.
-    figure = _figure(size, layout=None)
-    bottom, top = 0.5 / size[1], 1 - 0.55 / size[1]
-    sides = {"left": 0.6 / size[0], "right": 1 - 1.05 / size[0]}
-    figure.subplots_adjust(bottom=bottom, top=top, wspace=0.25 / width, **sides)
+    figure = _figure((1.6 + len(layers) * (width + 0.25), 1.1 + height))
     panels = figure.subplots(1, len(layers), squeeze=False).ravel()
     shown = torch.where(mdp.actions, q, torch.nan).detach().cpu()
     # In a small MDP colours compare with those of other episodes, in a large one with each other.
@@ -186,10 +181,9 @@ def occupancy_figure(
             ring = {"facecolors": "none", "edgecolors": "#FF9D3B", "linewidths": 1.4}
             axes.scatter(a, s, s=420 if written else 60, **ring)
     figure.supxlabel("action", fontsize="small")
-    figure.supylabel("state", x=0.1 / size[0], fontsize="small")
-    bar = figure.add_axes((1 - 0.9 / size[0], bottom, 0.12 / size[0], top - bottom))
+    figure.supylabel("state", fontsize="small")
     ticks = [x for x in (0.001, 0.01, 0.05, 0.2, 0.5, 1) if 0.01 <= x / largest <= 1]
-    figure.colorbar(image, cax=bar, label="q(s, a)", ticks=[0, *ticks])
+    figure.colorbar(image, ax=panels, label="q(s, a)", ticks=[0, *ticks], fraction=0.05)
     figure.suptitle(title, fontsize="medium")
     return figure
 
@@ -202,12 +196,10 @@ def _short(x: float) -> str:
 # -- matplotlib --------------------------------------------------------------------------------
 
 
-def _figure(
-    size: tuple[float, float], layout: Literal["constrained"] | None = "constrained"
-) -> Figure:
+def _figure(size: tuple[float, float]) -> Figure:
     with extra("experiments", "figures need matplotlib"):
         from matplotlib.figure import Figure
-    return Figure(figsize=size, dpi=110, layout=layout, facecolor="white")
+    return Figure(figsize=size, dpi=110, layout="constrained", facecolor="white")
 
 
 def pixels(figure: Figure) -> np.ndarray[Any, np.dtype[np.uint8]]:
