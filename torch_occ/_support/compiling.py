@@ -28,8 +28,8 @@ from typing import Any
 import numba
 from numba import types
 
-from torch_occ._support import private
-from torch_occ._support.private import caching
+from torch_occ._support import private_numba as private
+from torch_occ._support.private_numba import caching
 from torch_occ._support.version import VERSION
 
 _SUPPORT = Path(__file__).parent
@@ -39,7 +39,7 @@ _SUPPORT = Path(__file__).parent
 SOURCES = (
     *sorted((_SUPPORT.parent / "engine").rglob("*.py")),
     *sorted((_SUPPORT.parent / "rivals").rglob("*.py")),
-    *(_SUPPORT / name for name in ("compiling.py", "private.py", "constants.py")),
+    *(_SUPPORT / name for name in ("compiling.py", "private_numba.py", "constants.py")),
 )
 
 
@@ -281,5 +281,6 @@ class _KernelCache(caching.FunctionCache):
         """The name of the file, which stays when sources are edited, and the label in the file."""
         function, (sig, target, code) = self._py_func, self._index_key(sig, codegen)
         version = repr((function.__module__, function.__qualname__, sig, target))
-        place = f"{hashlib.sha256(version.encode()).hexdigest()[:16]}.{sys.implementation.cache_tag}"
-        return f"{function.__name__}-{place}.nbc", (_STAMP, version, sig, code)
+        hashed = hashlib.sha256(version.encode()).hexdigest()[:16]
+        name = f"{function.__name__}-{hashed}.{sys.implementation.cache_tag}.nbc"
+        return name, (_STAMP, version, sig, code)

@@ -157,9 +157,9 @@ class Kept:
         return state
 
     def begin(self, work: Any, resume: bool) -> None:
-        """Continue the work from the file, if wanted; check that its state can be saved and read."""
-        if resume and (found := self.load()) is not None:
-            work.restore(found)
+        """Continue the work from the file, if wanted; check that a state can be saved and read."""
+        if resume and (state := self.load()) is not None:
+            work.restore(state)
         if not self.in_file and self.path.is_file():
             body, seal = _parted(self.path.read_bytes())
             if seal.get("sha256") != _sha256(seal, body):

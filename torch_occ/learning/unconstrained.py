@@ -73,9 +73,9 @@ def unconstrain(module: Module, only: Sequence[str] | None = None) -> Module:
             parametrize.register_parametrization(part, name, Domain(part.arg_constraints[name]))
         else:
             getattr(part, name).requires_grad_(False)
-    for part in module.modules():
-        if isinstance(part, FTRLStep):
-            part.use(part.backend)  # it looks up the parameters again
+    for step in module.modules():
+        if isinstance(step, FTRLStep):
+            step.use(step.backend)  # it looks up the parameters again
     return module
 
 
