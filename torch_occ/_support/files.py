@@ -225,17 +225,11 @@ def markdown(
 ) -> str:
     """A Markdown table with aligned columns; those in `left` are aligned to the left."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    sides = ["<" if i in left else ">" for i in range(len(widths))]
-
-    def line(cells: Sequence[str]) -> str:
-        parts = zip(cells, sides, widths, strict=True)
-        return "| " + " | ".join(f"{cell:{side}{width}}" for cell, side, width in parts) + " |"
-
-    ends = {"<": "-", ">": ":"}
-    rule = "|".join(
-        "-" * (width + 1) + ends[side] for side, width in zip(sides, widths, strict=True)
-    )
-    return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
+    sides = ["<-" if i in left else ">:" for i in range(len(widths))]
+    parts = list(zip(sides, widths, strict=True))
+    line = "| " + " | ".join(f"{{:{side[0]}{width}}}" for side, width in parts) + " |"
+    rule = "|".join("-" * (width + 1) + side[1] for side, width in parts)
+    return "\n".join([line.format(*header), f"|{rule}|", *(line.format(*row) for row in rows)])
 
 
 def latex(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""Figures of a run: regret curves with bands over seeds, heat maps of q, and the configuration.
+"""Figures of a run: regret curves with bands over seeds, heat maps of q.
 
 Figures are drawn on `matplotlib.figure.Figure` and never through pyplot. So no window opens, no
 global state changes and any thread may draw. Save a figure with `figure.savefig(path)`.
@@ -6,7 +6,6 @@ global state changes and any thread may draw. Save a figure with `figure.savefig
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,21 +14,13 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import extra
-from torch_occ._support.files import markdown
-from torch_occ.game.estimators import Estimator
 from torch_occ.game.history import History, band
-from torch_occ.game.losses import LossProcess
 from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.regularizers.base import Regularizer, Scaled, Sum
-from torch_occ.regularizers.parameters import Parametrized
-from torch_occ.regularizers.schedules import Schedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from torch_occ.game.simulate import Simulation
 
 #: The colours of Okabe and Ito, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -209,51 +200,3 @@ def pixels(figure: Figure) -> np.ndarray[Any, np.dtype[np.uint8]]:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
-
-
-# -- words -------------------------------------------------------------------------------------
-
-
-def describe(thing: Any) -> str:
-    """A learner, a loss process or a regularizer with its numbers, in one line."""
-    if isinstance(thing, Sum):
-        return " + ".join(describe(term) for term in thing.terms)
-    if isinstance(thing, Scaled):
-        inner = describe(thing.regularizer)
-        inner = f"({inner})" if isinstance(thing.regularizer, Sum) else inner
-        return f"{inner} {'/' if thing.power == -1 else '*'} {describe(thing.factor)}"
-    if isinstance(thing, Parametrized):
-        fields = {name: x.tolist() for name, x in thing.named_parameters()}
-    elif hasattr(thing, "__dict__"):
-        fields = {name: getattr(x, "regularizer", x) for name, x in vars(thing).items()}
-    else:
-        return f"{thing:.6g}" if isinstance(thing, float) else str(thing)
-    shown = str | int | float | LossProcess | Estimator | Regularizer | Schedule
-    inside = [
-        f"{name}={describe(x)}"
-        for name, x in fields.items()
-        if isinstance(x, shown) and name not in ("stride", "full_information")
-    ]
-    return f"{type(thing).__name__}({', '.join(inside)})"
-
-
-def configuration(run: Simulation) -> str:
-    """The configuration of a run as a Markdown table."""
-    more = f", ... ({len(run.seeds)})" if len(run.seeds) > 8 else ""
-    rows = {
-        "learner": describe(run.learner),
-        "losses": describe(run.losses),
-        "MDP": repr(run.mdp),
-        "episodes": str(run.episodes),
-        "seeds": ", ".join(map(str, run.seeds[:8])) + more,
-        "checkpoints": str(len(run.checkpoints)),
-        "backend": run.player.name,
-        "torch": torch.__version__,
-    }
-    rows |= {
-        f"config: {name}": x if isinstance(x, str) else json.dumps(x, default=str)
-        for name, x in run.config.items()
-    }
-    cells = [[name, f"`{x}`".replace("\n", " ")] for name, x in rows.items()]
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in cells]
-    return markdown(["setting", "value"], escaped, left=(0, 1))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import later
-from torch_occ.game.checks import DIAGNOSTICS, check_estimate, check_policy
+from torch_occ.game.checks import DIAGNOSTICS, check_estimate, check_tensor, refuse_policy
 from torch_occ.game.estimators import (
     Estimator,
     Feedback,
@@ -157,7 +157,9 @@ class FixedPolicy(Learner):
         if policy is None:
             self.q = interior_point(mdp).detach()
         else:
-            self.q = occupancy(mdp, check_policy(mdp, policy), in_order=True).detach()
+            check_tensor("policy", policy, mdp, (), "")
+            refuse_policy(policy[None], mdp, lambda _: "policy: ")
+            self.q = occupancy(mdp, policy, in_order=True).detach()
 
     def propose(self, t: int) -> Tensor:
         return self.q[None]
