@@ -165,9 +165,6 @@ class _Remembering:
 #: Seconds of compiling after which a message says so, and between two messages on a terminal.
 PATIENCE = 1.0
 
-#: Added to the name of a kernel in messages, such as " (3 of 5)".
-place = ""
-
 _busy: list[str] = []  # what is being compiled; Numba compiles in one thread at a time
 
 
@@ -187,11 +184,11 @@ def _compiling(name: str) -> Iterator[None]:
         while not ended.wait(PATIENCE):
             if alive or not said:
                 far = f" {len(_busy)} functions" if said else ""
-                text = f"torch_occ: compiling {name}{place}, {kept} ...{far}"
+                text = f"torch_occ: compiling {name}, {kept} ...{far}"
                 print(text, end="\r" if alive else "\n", file=sys.stderr, flush=True)
             said = True
         if said:
-            took = f"torch_occ: compiled {name}{place} in {time.perf_counter() - begun:.0f} s"
+            took = f"torch_occ: compiled {name} in {time.perf_counter() - begun:.0f} s"
             print(f"{took:<{70 * alive}}", file=sys.stderr, flush=True)
 
     watcher = Thread(target=watch, daemon=True)
@@ -215,10 +212,7 @@ _STAMP = stamp_of(SOURCES)
 
 
 class _Implementation(caching.CompileResultCacheImpl):
-    # In NUMBA_CACHE_DIR; beside the sources, in `__pycache__`; or in the user's own cache folder.
-    _locator_classes = [  # noqa: RUF012 - declared like this in Numba
-        getattr(caching, f"{place}CacheLocator") for place in ("UserProvided", "InTree", "UserWide")
-    ]
+    """In NUMBA_CACHE_DIR; beside the sources, in `__pycache__`; or in the user's cache folder."""
 
     def rebuild(self, target_context: Any, payload: Any) -> Any:
         """A compiled function from what was stored: a kernel, or a routine."""

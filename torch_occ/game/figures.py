@@ -58,11 +58,9 @@ def plot_references(axes: Axes, start: float, regret: float, end: float) -> None
     Both pass through `regret` at `start` > 1 and end at `end`.
     """
     t = np.geomspace(start, end, 50)
-    for shape, style, grey, width, label in (
-        (np.log(t) / np.log(start), ":", "0.35", 1.3, r"$\propto \log T$"),
-        (np.sqrt(t / start), "-.", "0.55", 1.0, r"$\propto \sqrt{T}$"),
-    ):
-        axes.plot(t, regret * shape, style, color=grey, linewidth=width, label=label)
+    logarithm, root = regret * np.log(t) / np.log(start), regret * np.sqrt(t / start)
+    axes.plot(t, logarithm, ":", color="0.35", linewidth=1.3, label=r"$\propto \log T$")
+    axes.plot(t, root, "-.", color="0.55", linewidth=1.0, label=r"$\propto \sqrt{T}$")
 
 
 def regret_figure(

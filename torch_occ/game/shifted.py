@@ -179,13 +179,8 @@ class ShiftedFTRL(FTRL):
 
 def rate_of(regularizer: Regularizer) -> float | None:
     """gamma of -(sqrt(t) / gamma) sum sqrt(q); None if psi differs."""
-    if not (
-        isinstance(regularizer, Scaled)
-        and isinstance(entropy := regularizer.regularizer, Tsallis)
-        and isinstance(rate := regularizer.factor, InverseSqrt)
-        and regularizer.power == -1
-        and rate.gamma.numel() == 1
-    ):
-        return None
-    half = float(torch.as_tensor(entropy.power).detach()) == 0.5
-    return float(rate.gamma.detach()) if half else None
+    match regularizer:
+        case Scaled(regularizer=Tsallis(power=power), factor=InverseSqrt(gamma=gamma), power=-1):
+            if gamma.numel() == 1 and float(torch.as_tensor(power).detach()) == 0.5:
+                return float(gamma.detach())
+    return None
