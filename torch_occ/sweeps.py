@@ -184,9 +184,6 @@ def sweep(
 # -- workers ---------------------------------------------------------------------------------------
 
 
-Outcomes = Generator[tuple[str, dict[str, Any] | Failure], None, None]
-
-
 def attempt(
     function: Function, config: Config, checkpoint: str, _: str
 ) -> dict[str, Any] | Failure:
@@ -213,7 +210,9 @@ def attempt(
     return found
 
 
-def _run(executor: Any, processes: int, tasks: dict[str, tuple[Any, ...]], bar: Any) -> Outcomes:
+def _run(
+    executor: Any, processes: int, tasks: dict[str, tuple[Any, ...]], bar: Any
+) -> Generator[tuple[str, dict[str, Any] | Failure], None, None]:
     """Yield the name of each cell with its outcome, from the executor or from local processes.
 
     Each local process is a pool of its own, because one that dies takes its pool along. Its cell is

@@ -70,7 +70,6 @@ class ProgressBar(Callback):
 
     def __init__(self, label: str = "", *, after: float = 0.0) -> None:
         self.label, self.after = label, after
-        self.bar: Any = None
 
     def on_start(self, run: Simulation) -> None:
         self.bar = progress_bar(run.episodes, run.t, "ep", self.label, self.after)
@@ -120,10 +119,6 @@ class TensorBoard(Callback):
 
     def __init__(self, directory: str | Path, *, images_per_decade: int = 1) -> None:
         self.directory, self.images_per_decade = Path(directory), images_per_decade
-        self.writer: Any = None
-        self.end: Any = None  # what is written when the run has finished
-        self.begun, self.known, self.monitored = 0, False, 0
-        self.next_image = 1.0
 
     def on_start(self, run: Simulation) -> None:
         try:

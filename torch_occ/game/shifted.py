@@ -120,16 +120,13 @@ class ShiftedFTRL(FTRL):
         """The prediction in the loss of the step, 0 before hints begin."""
         return self.prediction(t) * (t >= self.threshold)
 
-    def room(self) -> Tensor:
-        """b (1 + B), the limit of the ledger, `(N,)`."""
-        return self.budget * (1 + self.state["stability"].sum(-1))
-
     def loss(self, t: int) -> Tensor:
         return self.state["cumulative_loss"] + self.state["shift"] + self.hint(t)
 
     @torch.no_grad()
     def propose(self, t: int) -> Tensor:
-        state, last, room = self.state, self.state["shift"], self.room()
+        state, last = self.state, self.state["shift"]
+        room = self.budget * (1 + state["stability"].sum(-1))  # the limit of the ledger
         most = self.cap * (1 + state["stability"])[:, self.mdp.layer].unsqueeze(-1)
         apart = (t - (t >= self.threshold)) * self.prediction(t) - state["cumulative_loss"]
         share = torch.ones_like(room)
