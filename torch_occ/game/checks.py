@@ -134,15 +134,14 @@ class Contract:
 
 def check_estimate(
     mdp: LayeredMDP, estimator: Estimator, estimate: Tensor, t: int, count: int
-) -> Tensor:
-    """Return the estimate if it is finite and of shape `(N, S, A)`; raise an error otherwise."""
+) -> None:
+    """Check that an estimate is finite and of shape `(N, S, A)`."""
     if built_in(estimator):
-        return estimate
+        return
     what = f"estimator: {type(estimator).__name__}"
     check_tensor(what, estimate, mdp, (count,), f"episode {t}", strict=True)
     good, expected = estimate.isfinite() | ~mdp.actions, "expected finite numbers"
     refuse_first(estimate, good, mdp, lambda i: f"{what} at episode {t}, seeds[{i}], ", expected)
-    return estimate
 
 
 def refuse_policy(policy: Tensor, mdp: LayeredMDP, where: Where) -> None:

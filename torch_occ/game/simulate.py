@@ -489,15 +489,9 @@ class Simulation:
     @property
     def fingerprints(self) -> dict[str, str]:
         """Hashes of everything that decides the numbers of the run."""
-        return fingerprints(
-            mdp=self.mdp,
-            learner=self.learner,
-            losses=self.losses,
-            seeds=self.seeds,
-            episodes=self.episodes,
-            checkpoints=self.checkpoints,
-            backend=(self.player.name, CHUNK),
-        )
+        names = ("mdp", "learner", "losses", "seeds", "episodes", "checkpoints")
+        parts = {name: getattr(self, name) for name in names}
+        return fingerprints(**parts, backend=(self.player.name, CHUNK))
 
 
 # -- `simulate`: play a learner against losses for all seeds, with callbacks and saved runs --------
