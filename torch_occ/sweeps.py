@@ -138,11 +138,8 @@ def sweep(
     found = {name: _read_cell(x, configs[name]) for name, x in files_of.items() if x.exists()}
     failures = list[Failure]()
     token = uuid.uuid4().hex  # unique, so that Dask does not reuse results of an earlier sweep
-    tasks = {
-        name: (attempt, function, config, str(checkpoints / name), token)
-        for name, config in configs.items()
-        if name not in found
-    }
+    missing = [name for name in configs if name not in found]
+    tasks = {x: (attempt, function, configs[x], str(checkpoints / x), token) for x in missing}
 
     def log(name: str) -> None:
         if tensorboard:

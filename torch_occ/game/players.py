@@ -99,14 +99,9 @@ def solver_settings(step: FTRLStep) -> dict[str, Any]:
         costs = step.constraints.on_existing_pairs(step.mdp)
         budgets.costs[...] = costs.detach().flatten(-2).numpy()
         budgets.limits[...] = step.constraints.limits.detach().numpy()
-    solver = Solver(
-        weights.terms,
-        np.ones(weights.size),
-        step.options.tolerance_in(torch.float64),
-        step.options.max_steps,
-        step.interior.detach().numpy().flatten(),
-        budgets,
-    )
+    limits = step.options.tolerance_in(torch.float64), step.options.max_steps
+    interior = step.interior.detach().numpy().flatten()
+    solver = Solver(weights.terms, np.ones(weights.size), *limits, interior, budgets)
     return {"solver": solver, "weights": weights.at}
 
 
@@ -167,22 +162,14 @@ class EnginePlayer:
         def play_group(group: int) -> None:
             chosen = slice(group * each, (group + 1) * each)
             size, _, layers, _ = drawn[chosen].shape
-            game = Game(
-                self.model,
-                charged[0 if alike else group],
-                None if alike else width_of(lanes),
-                drawn[chosen],
-                shown[chosen],
-                rows.start,
-                n,
-                run.t,
-                NOISE[run.losses.noise],
-                self.reacts,
-                np.zeros((size, layers), np.int64),
-                np.zeros((size, layers), np.int64),
-                np.zeros((size, layers)),
-                np.zeros((size, shown.shape[-1])),
+            given: Any = (
+                *(self.model, charged[0 if alike else group], None if alike else width_of(lanes)),
+                *(drawn[chosen], shown[chosen], rows.start, n, run.t),
+                *(NOISE[run.losses.noise], self.reacts),
+                *np.zeros((2, size, layers), np.int64),  # the trajectory, and what it shows
+                *(np.zeros((size, layers)), np.zeros((size, shown.shape[-1]))),
             )
+            game = Game(*given)
             tally = Tally(**{name: x[group] for name, x in totals.items()})
             own = {name: x[group] for name, x in states.items()} | {"seeds": keys[chosen]}
             learner, work = self.filled(group, size, lanes, changing | own)
@@ -264,9 +251,7 @@ def _repeated(value: Any, hint: Any, lanes: int | None) -> Any:
     if hasattr(value, "_fields"):
         kind: Any = type(value)
         hints = _field_types(kind)
-        return kind(
-            *(_repeated(getattr(value, name), hints[name], lanes) for name in value._fields)
-        )
+        return kind(*(_repeated(x, hints[name], lanes) for name, x in value._asdict().items()))
     if hint is Shared or not isinstance(value, np.ndarray) or value.dtype != np.float64:
         return value
     return value.copy() if lanes is None else pack(value[None], lanes)[0]

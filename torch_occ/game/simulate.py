@@ -107,9 +107,8 @@ def integers(name: str, values: Any) -> tuple[int, ...]:
         return tuple(operator.index(value) for value in values)
     except TypeError:
         shown = list(values) if isinstance(values, Iterable) else values
-        raise TypeError(
-            f"{name}: expected integers, for example range(1, 9), got {shown!r}"
-        ) from None
+        expected = "integers, for example range(1, 9)"
+        raise TypeError(f"{name}: expected {expected}, got {shown!r}") from None
 
 
 def check_seeds(seeds: tuple[int, ...]) -> None:
@@ -182,7 +181,7 @@ class TorchPlayer:
             table = None if tables is None else run.losses.draw(mean, tables[:, i])
             # A copy: the learner may change it, and the process keeps the original.
             table = mean.clone() if table is mean else table
-            feedback = self.walk(run.losses, policy, mean, table, numbers[:, i])
+            feedback = self.walk(run, policy, mean, table, numbers[:, i])
             run.contract.drawn(run.t, feedback)
             run.tally(mean, feedback)
             run.learner.observe(run.t, proposed, feedback)
@@ -203,12 +202,7 @@ class TorchPlayer:
         return policy, policy.clone()
 
     def walk(
-        self,
-        losses: LossProcess,
-        policy: Tensor,
-        mean: Tensor,
-        table: Tensor | None,
-        numbers: Tensor,
+        self, run: Simulation, policy: Tensor, mean: Tensor, table: Tensor | None, numbers: Tensor
     ) -> Feedback:
         """Sample one trajectory per seed, with numbers for action, loss and next state.
 
@@ -221,7 +215,7 @@ class TorchPlayer:
             state = here.start + local
             action = invert(policy[every, state].cumsum(-1), numbers[:, k, 0])
             if table is None:
-                loss = losses.draw(mean[every, state, action], numbers[:, k, 1])
+                loss = run.losses.draw(mean[every, state, action], numbers[:, k, 1])
             else:
                 loss = table[every, state, action]
             if k + 1 < self.mdp.horizon:
