@@ -323,9 +323,15 @@ def project(model: Model, learner: Any) -> tuple[Any, Any, Any, Any]:
     all that can be wrong is that a row does not sum to one.
     """
     start, scratch, tolerance = model.start, learner.scratch, learner.tolerance
-    start_from(model, learner.q, learner.estimate, learner.learning_rate, scratch)
-    status, steps = maximize(model, learner, tolerance, learner.max_steps, scratch)
     states, pairs, flow, dual = scratch.states, scratch.pairs, 0.0, 0.0
+    for s in range(start[-1]):  # the weights, and the guess: the occupancies of the reference
+        mass = 0.0
+        for i in range(s * model.num_actions, (s + 1) * model.num_actions):
+            if model.exists[PAIR, i]:
+                pairs[LOG_WEIGHT, i] = log(learner.q[i]) - learner.learning_rate * learner.estimate[i]
+                mass += learner.q[i]
+        states[TRIAL, s] = log(mass)
+    status, steps = maximize(model, learner, tolerance, learner.max_steps, scratch)
     for k in range(len(start) - 1):
         total = 0.0
         for s in range(start[k], start[k + 1]):
@@ -338,18 +344,6 @@ def project(model: Model, learner: Any) -> tuple[Any, Any, Any, Any]:
         flow = greatest(flow, total - 1.0)
     certified = (status == float(constants.STALLED)) & (dual <= tolerance) & (flow <= tolerance)
     return where(certified, float(constants.CONVERGED), status), steps, flow, dual
-
-
-@routine(inline=True)
-def start_from(model: Model, q: Floats, loss: Floats, rate: Any, scratch: Scratch) -> None:
-    """Set the weights, and the guess: the state occupancies of the reference."""
-    for s in range(model.start[-1]):
-        mass = 0.0
-        for i in range(s * model.num_actions, (s + 1) * model.num_actions):
-            if model.exists[PAIR, i]:
-                scratch.pairs[LOG_WEIGHT, i] = log(q[i]) - rate * loss[i]
-                mass += q[i]
-        scratch.states[TRIAL, s] = log(mass)
 
 
 @routine(inline=True)

@@ -11,11 +11,12 @@ import numpy as np
 
 from torch_occ.engine.draws import beta, episode_key, gamma, key_of
 from torch_occ.engine.lanes import lane
-from torch_occ.engine.layout import PAIR, PLAN, TRIAL, Floats, Ints, Model, Work, routine
-from torch_occ.engine.learners import cheapest_pair, plan
+from torch_occ.engine.layout import PAIR, TRIAL, Floats, Ints, Model, Work, routine
+from torch_occ.engine.learners import plan
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.game.learners import Learner
-from torch_occ.rivals.beliefs import PlanningLearner, count_transitions, num_transitions
+from torch_occ.rivals.beliefs import PlanningLearner, count_transitions
+from torch_occ.step.arrays import model_of
 
 
 class CompiledThompson(NamedTuple):
@@ -45,11 +46,7 @@ class Thompson(Learner):
 @propose.register(CompiledThompson)
 def _propose_by_sample(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     for n in range(len(learner.seeds)):
-        loss = lane(work.pairs, n)
-        for i in range(loss.shape[1]):
-            loss[TRIAL, i] = 0.0
-        key = episode_key(learner.seeds[n], game.before + t + 1)
-        draw_losses(game.model, key, lane(learner, n), loss)
+        draw_losses(game, t, lane(learner, n), learner.seeds[n], lane(work.pairs, n))
     plan(game.model, learner.choice, work)
 
 
@@ -68,12 +65,15 @@ def add_losses(game: Game, n: int, learner: Any) -> None:
 
 
 @routine(inline=True)
-def draw_losses(model: Model, key: np.uint64, learner: Any, loss: Floats) -> None:
-    """Draw the mean losses of pairs into row TRIAL, for one seed."""
+def draw_losses(game: Game, t: int, learner: Any, seed: np.uint64, loss: Floats) -> np.uint64:
+    """Draw the mean losses of pairs into row TRIAL, for one seed; return the key of the episode."""
+    key = episode_key(seed, game.before + t + 1)
     for i in range(len(learner.visits)):
-        if model.exists[PAIR, i]:
+        loss[TRIAL, i] = 0.0
+        if game.model.exists[PAIR, i]:
             failures = max(learner.visits[i] - learner.losses[i], 0.0)
             loss[TRIAL, i] = beta(key, i, 1.0 + learner.losses[i], 1.0 + failures)
+    return key
 
 
 # -- unknown transitions ---------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class CompiledPSRL(NamedTuple):
     counts: Floats  # (M,)
     seeds: Any
     entry: Ints
-    drawn: Floats  # (M,), transitions drawn from the posterior, up to a factor
+    drawn: Model  # with transitions from the posterior
     choice: PerState
 
 
@@ -104,17 +104,16 @@ class PSRL(PlanningLearner):
     compiled = CompiledPSRL
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | {"drawn": np.ones(num_transitions(self.mdp))}
+        return super().settings() | {"drawn": model_of(self.mdp, dense=True)}
 
 
 @propose.register(CompiledPSRL)
 def _propose_in_sample(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     for n in range(len(learner.seeds)):
-        key = episode_key(learner.seeds[n], game.before + t + 1)
         own = lane(learner, n)
-        draw_losses(game.model, key, own, lane(work.pairs, n))
-        draw_transitions(game.model, key, own)
-    plan_in_sample(game.model, learner, work)
+        key = draw_losses(game, t, own, learner.seeds[n], lane(work.pairs, n))
+        draw_transitions(key, own)
+    plan(learner.drawn, learner.choice, work)
 
 
 @observe.register(CompiledPSRL)
@@ -126,30 +125,15 @@ def _observe_sums(game: Game, t: int, tally: Tally, learner: Any, work: Work) ->
 
 
 @routine(inline=True)
-def draw_transitions(model: Model, key: np.uint64, learner: CompiledPSRL) -> None:
+def draw_transitions(key: np.uint64, learner: CompiledPSRL) -> None:
     """Draw transitions for one seed. Their items follow those of the losses, two for each pair."""
-    entry = learner.entry
+    entry, drawn = learner.entry, learner.drawn.next_state
     for i in range(len(learner.visits)):
-        size = entry[i + 1] - entry[i]
-        if model.exists[PAIR, i] and size > 1:
-            for e in range(entry[i], entry[i + 1]):
-                own = key_of(key, 2 * len(learner.visits) + e)
-                learner.drawn[e] = gamma(own, learner.counts[e] + 1.0 / size)
-
-
-@routine(inline=True)
-def plan_in_sample(model: Model, learner: CompiledPSRL, work: Work) -> None:
-    """Backward induction with the losses and transitions that were drawn."""
-    start, num_actions, layers = model.start, model.num_actions, len(model.start) - 1
-    Q, V, drawn, entry = work.pairs, work.states, learner.drawn, learner.entry
-    for k in range(layers - 1, -1, -1):
-        for s in range(start[k], start[k + 1]):
-            first, stop = s * num_actions, (s + 1) * num_actions
-            for i in range(first, stop):
-                if k + 1 < layers and model.exists[PAIR, i]:
-                    weighted, total = 0.0, 0.0
-                    for e in range(entry[i], entry[i + 1]):
-                        total += drawn[e]
-                        weighted += drawn[e] * V[PLAN, start[k + 1] + e - entry[i]]
-                    Q[TRIAL, i] += weighted / total
-            V[PLAN, s], learner.choice[s] = cheapest_pair(model.exists[PAIR], Q, TRIAL, first, stop)
+        size, total = entry[i + 1] - entry[i], 0.0
+        if learner.drawn.exists[PAIR, i] and size > 1:
+            for j in range(size):
+                own = key_of(key, 2 * len(learner.visits) + entry[i] + j)
+                drawn[i, j] = gamma(own, learner.counts[entry[i] + j] + 1.0 / size)
+                total += drawn[i, j]
+            for j in range(size):
+                drawn[i, j] /= total

@@ -9,7 +9,7 @@ which is the default, has none of these and no proof.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class CompiledUnknown(NamedTuple):
     loss: PerPair  # of the step
     estimate: PerPair
     fresh: PerPair  # the q with which an epoch begins
-    begun: Floats  # (1,), whether an epoch begins
+    begun: Annotated[Floats, 1]  # whether an epoch begins
 
 
 class UnknownFTRL(CountingLearner):

@@ -14,7 +14,7 @@ and the first set contains all transitions.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch_occ.engine.lanes import where
 from torch_occ.engine.layout import PAIR, Floats, Ints, Work
 from torch_occ.engine.learners import note_solve
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.rivals import beliefs
 from torch_occ.rivals.beliefs import Confidence, CountingLearner, Widths
@@ -57,7 +58,7 @@ class CompiledUOBREPS(NamedTuple):
     room: PerPair
     ahead: PerState
     order: PerState
-    begun: Floats  # (1,), whether an epoch begins
+    begun: Annotated[Floats, 1]  # whether an epoch begins
 
 
 class UOBREPS(CountingLearner):
@@ -109,8 +110,10 @@ class UOBREPS(CountingLearner):
             mdp.horizon * math.log(mdp.horizon * pairs / delta) / (episodes * pairs)
         )
         self.episodes, self.delta = episodes, delta
-        self.learning_rate = _positive("learning_rate", learning_rate, printed)
-        self.bias = _positive("bias", bias, printed)
+        self.learning_rate = printed if learning_rate is None else learning_rate
+        self.bias = printed if bias is None else bias
+        for name, rate in (("learning_rate", self.learning_rate), ("bias", self.bias)):
+            check_that(0 < rate < math.inf, name, "a positive number", rate)
         self.widths = Widths.of("uob_reps", self.mdp, episodes, delta) if widths is None else widths
         self.max_episodes = self.widths.episodes or None
         self.options = Options()
@@ -154,11 +157,3 @@ def _propose_projected(game: Game, t: int, tally: Tally, learner: Any, work: Wor
 def _observe_estimates(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     beliefs.estimate_losses(game, True, learner)
     beliefs.count_episode(game, t, learner)
-
-
-def _positive(name: str, given: float | None, default: float) -> float:
-    if given is None:
-        return default
-    if not 0 < given < math.inf:
-        raise ValueError(f"{name}: expected a positive number, got {given}")
-    return given
