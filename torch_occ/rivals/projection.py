@@ -328,7 +328,9 @@ def project(model: Model, learner: Any) -> tuple[Any, Any, Any, Any]:
         mass = 0.0
         for i in range(s * model.num_actions, (s + 1) * model.num_actions):
             if model.exists[PAIR, i]:
-                pairs[LOG_WEIGHT, i] = log(learner.q[i]) - learner.learning_rate * learner.estimate[i]
+                pairs[LOG_WEIGHT, i] = (
+                    log(learner.q[i]) - learner.learning_rate * learner.estimate[i]
+                )
                 mass += learner.q[i]
         states[TRIAL, s] = log(mass)
     status, steps = maximize(model, learner, tolerance, learner.max_steps, scratch)

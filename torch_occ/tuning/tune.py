@@ -51,26 +51,25 @@ class ParameterSpace:
         only: Sequence[str] | None,
         bounds: Mapping[str, tuple[float, float]],
     ) -> None:
-        domains = _domains(regularizer)
-        known = {each for name in domains for each in _names(name)}
+        # Users say the full name, or its last part.
+        names = {name: name.rpartition(".")[2] for name, _ in regularizer.named_parameters()}
+        known = {*names, *names.values()}
         for argument, given in (("only", only or ()), ("bounds", bounds)):
-            for name in given:
-                if name not in known:
-                    raise ValueError(
-                        f"{argument}: the regularizer has no parameter {name!r}; it has "
-                        f"{', '.join(domains)}"
-                    )
+            for name in (each for each in given if each not in known):
+                raise ValueError(
+                    f"{argument}: the regularizer has no parameter {name!r}; it has "
+                    f"{', '.join(names)}"
+                )
         found, self.transforms, self.shapes = [], dict[str, Any](), list[torch.Size]()
-        for name, domain in domains.items():
-            if only is not None and {*_names(name)}.isdisjoint(only):
+        for name, last in names.items():
+            if only is not None and {name, last}.isdisjoint(only):
                 continue
-            value = _tunable(regularizer, name)
+            value, domain = _tunable(regularizer, name)
             self.transforms[name] = transform = transform_to(domain)
             self.shapes.append(value.shape)
-            asked = [bounds[each] for each in _names(name) if each in bounds]
-            limits = (*asked, _default_bounds(domain))[0]
-            ends = [transform.inv(torch.tensor(limit, dtype=torch.float64)) for limit in limits]
-            if not (bool(ends[0].isfinite()) and bool(ends[1].isfinite()) and ends[0] < ends[1]):
+            limits = bounds.get(name, bounds.get(last, _default_bounds(domain)))
+            ends = transform.inv(torch.tensor(limits, dtype=torch.float64))
+            if not (bool(ends.isfinite().all()) and ends[0] < ends[1]):
                 raise ValueError(
                     f"bounds: {name} must satisfy {domain} with a lower and a higher end "
                     f"inside, got {limits}"
@@ -81,7 +80,7 @@ class ParameterSpace:
                     "start inside, or give other bounds"
                 )
             own = transform.inv(value).flatten()
-            found.append(torch.stack([own, *(end.expand_as(own) for end in ends)]))
+            found.append(torch.cat([own[None], ends[:, None].expand(-1, len(own))]))
         if not found:
             raise ValueError("regularizer: there is no parameter to tune")
         self.centre, self.low, self.high = torch.cat(found, -1)  # (numbers,) each
@@ -101,8 +100,11 @@ class ParameterSpace:
         return tuple(name for name, x in zip(self.transforms, met, strict=True) if bool(x.any()))
 
 
-def _tunable(regularizer: Regularizer, name: str) -> Tensor:
-    """The value of a parameter; a ValueError if a batch of starts cannot be told from its shape."""
+def _tunable(regularizer: Regularizer, name: str) -> tuple[Tensor, constraints.Constraint]:
+    """The value and the domain of a parameter.
+
+    It is a ValueError if a batch of starts cannot be told from its shape.
+    """
     owner, _, last = name.rpartition(".")
     module, parameter = regularizer.get_submodule(owner), regularizer.get_parameter(name)
     if not isinstance(module, Parametrized):
@@ -117,24 +119,7 @@ def _tunable(regularizer: Regularizer, name: str) -> Tensor:
             "starts are the batch. For one value per layer, state or pair, give occ.PerLayer, "
             "occ.PerState or occ.PerPair"
         )
-    return parameter.detach().double()
-
-
-def _names(name: str) -> tuple[str, str]:
-    """A full name and its last part."""
-    return name, name.rpartition(".")[2]
-
-
-def _domains(regularizer: Regularizer) -> dict[str, constraints.Constraint]:
-    """The declared domain of every parameter, by its name."""
-    found: dict[str, constraints.Constraint] = {}
-    for path, module in regularizer.named_modules():
-        if isinstance(module, Parametrized):
-            found |= {
-                f"{path}.{name}" if path else name: constraint
-                for name, constraint in module.arg_constraints.items()
-            }
-    return {name: found.get(name, constraints.real) for name, _ in regularizer.named_parameters()}
+    return parameter.detach().double(), module.arg_constraints.get(last, constraints.real)
 
 
 def _default_bounds(domain: constraints.Constraint) -> tuple[float, float]:
