@@ -374,11 +374,7 @@ def lower_bound(
     if len(excursions.onward):
         n, found = _by_cutting_planes(excursions, visits, tolerance, budget, max_rounds)
     else:
-        told, possible = (
-            information(excursions.mean, excursions.gap),
-            excursions.gap < excursions.mean,
-        )
-        n = np.divide(1.0, told, out=np.zeros_like(told), where=possible)
+        n = 1.0 / information(excursions.mean, excursions.gap)  # 0 if no table has such a loss
         value = float(excursions.gap @ n)
         found = LowerBound(value, value, visits, 0, True, "closed form")
     visits.view(-1).numpy()[excursions.pairs] = np.where(excursions.exists, n, 0.0)

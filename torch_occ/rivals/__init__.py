@@ -3,11 +3,10 @@
 beliefs     counts, epochs and confidence sets of learners that do not know the transitions
 exploring   IXOMD, Balanced and Adaptive FTRL, for bandit feedback in games
 kl_ucb      KL-UCB for known transitions: optimism by relative entropy
-projection  the Kullback-Leibler projection of UOB-REPS
 thompson    posterior sampling: Thompson sampling, and PSRL for unknown transitions
 ucbvi       UCBVI, EULER, StrongEuler, multi-layer UCBVI: optimism for unknown transitions
 unknown     FTRL over the occupancy measures of transitions that are learned
-uob_reps    UOB-REPS: mirror descent over a confidence set of transitions
+uob_reps    UOB-REPS: mirror descent over a confidence set of transitions, and its projection
 """
 
 try:

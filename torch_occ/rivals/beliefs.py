@@ -281,14 +281,11 @@ class CountingLearner(Learner):
         now, before = (feedback.gather(state[name]) for name in ("visits", "epoch_visits"))
         new = (now >= (2 * before).clamp(min=1)).any(-1)  # some visited pair has doubled its count
         if bool(new.any()):
-            state["belief"] = torch.where(
-                new[:, None], self._empirical(state["counts"]), state["belief"]
-            )
-            state["epoch_visits"] = torch.where(
-                new[:, None, None], state["visits"], state["epoch_visits"]
-            )
-            state["epochs"] = state["epochs"] + new
-            state["epoch_start"] = torch.where(new, float(t + 1), state["epoch_start"])
+            begun = {"belief": self._empirical(state["counts"]), "epoch_visits": state["visits"]}
+            begun |= {"epochs": state["epochs"] + 1, "epoch_start": 0 * state["epochs"] + t + 1}
+            for name, x in begun.items():
+                where_new = new.view(-1, *(1,) * (x.dim() - 1))
+                state[name] = torch.where(where_new, x, state[name])
         return new
 
     def _empirical(self, counts: Tensor) -> Tensor:

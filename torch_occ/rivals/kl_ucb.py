@@ -9,7 +9,7 @@ from torch_occ.engine.lanes import Shared, anywhere, exp, log, sqrt, where
 from torch_occ.engine.layout import TRIAL, Work, routine
 from torch_occ.engine.learners import TINY, average, observe_averages, plan
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
-from torch_occ.game.learners import Learner
+from torch_occ.game.learners import EmpiricalLearner
 
 
 class CompiledKLUCB(NamedTuple):
@@ -24,7 +24,7 @@ class CompiledKLUCB(NamedTuple):
     choice: PerState
 
 
-class KLUCB(Learner):
+class KLUCB(EmpiricalLearner):
     """Plays the optimal policy for the smallest losses that the observations allow.
 
     The index of a pair with N observations of average m is
@@ -39,12 +39,7 @@ class KLUCB(Learner):
     """
 
     compiled = CompiledKLUCB
-
-    def start(self, num_seeds: int) -> None:
-        self.state = {"visits": self._zeros(num_seeds), "losses": self._zeros(num_seeds)}
-
-    def settings(self) -> dict[str, Any]:
-        return {"logs": lambda t: t.clamp(min=2).log()}
+    engine_only = True
 
 
 @propose.register(CompiledKLUCB)

@@ -14,7 +14,7 @@ from torch_occ.engine.lanes import lane
 from torch_occ.engine.layout import PAIR, TRIAL, Floats, Ints, Model, Work, routine
 from torch_occ.engine.learners import plan
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
-from torch_occ.game.learners import Learner
+from torch_occ.game.learners import EmpiricalLearner
 from torch_occ.rivals.beliefs import PlanningLearner, count_transitions
 from torch_occ.step.arrays import model_of
 
@@ -28,7 +28,7 @@ class CompiledThompson(NamedTuple):
     choice: PerState
 
 
-class Thompson(Learner):
+class Thompson(EmpiricalLearner):
     """Plays the optimal policy for mean losses drawn from their posterior, anew in every episode.
 
     The mean of a pair with N observations is drawn from Beta(1 + sum of losses,
@@ -38,9 +38,7 @@ class Thompson(Learner):
     """
 
     compiled = CompiledThompson
-
-    def start(self, num_seeds: int) -> None:
-        self.state = {"visits": self._zeros(num_seeds), "losses": self._zeros(num_seeds)}
+    engine_only = True
 
 
 @propose.register(CompiledThompson)

@@ -101,12 +101,7 @@ class ShiftCertificate(Callback):
         taken to be linear in log t between checkpoints. Compare means over seeds.
         """
         mdp, settings = self.learner.mdp, ShiftSettings.of(self.learner)
-        t, total, q, gamma = (
-            self.all("t")[1:],
-            self.all("total")[1:],
-            self.all("q")[1:],
-            settings.gamma,
-        )
+        gamma, (t, total, q) = settings.gamma, (self.all(x)[1:] for x in ("t", "total", "q"))
         u = occupancy(mdp, optimal_policy(mdp, total).policy)
         roots, best = q.sqrt().sum((-2, -1)), u.sqrt().sum((-2, -1))
         factor = 4 if settings.hints else 2
