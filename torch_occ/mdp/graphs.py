@@ -11,7 +11,7 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,8 +52,6 @@ class GraphMDP(LayeredMDP):
     nodes: tuple[Node, ...]
     _owner: Tensor
     _penalty: Tensor | None
-
-    kept: ClassVar = ("edges", "nodes", "_owner", "_penalty")
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -41,8 +41,6 @@ class RewardMDP(LayeredMDP):
 
     reward: Tensor  # (S, A), expected rewards, zero where the episode is over
     reward_range: tuple[float, float]
-
-    kept: ClassVar = ("reward", "reward_range")
 
     def __init__(self, *, reward: Tensor, reward_range: tuple[float, float], **layout: Any) -> None:
         super().__init__(**layout)
