@@ -53,35 +53,6 @@ class Records(NamedTuple):
     smoothness_min: Tensor
 
 
-def evaluate_curves(mdp: LayeredMDP, parameters: Parameters, records: Records) -> dict[str, Tensor]:
-    """The curves of all checkpoints, `(C, N)` each."""
-    t = records.episode.to(records.q)[:, None].expand_as(records.regret)
-    rest, ends = lower_order(mdp, parameters, t), [0, *records.episode.tolist()]
-    left, right = interval_weights(ends, lambda t: 8 * parameters.eta(t)).to(t).unsqueeze(-1)
-    stability = (right * records.norm + left * records.norm_before).cumsum(0)
-    first_step = (right * records.first_step + left * records.first_step_before).cumsum(0)
-    own = optimal_policy(mdp, records.charged).policy
-    shared = optimal_policy(mdp, records.charged.mean(1)).policy.unsqueeze(1).expand_as(own)
-    against = other = _against(mdp, parameters, records, own, stability, rest)
-    if not torch.equal(own, shared):
-        other = _against(mdp, parameters, records, shared, stability, rest)
-    against["regret"] = records.regret
-    return (
-        against
-        | {f"{name}_shared": other[name] for name in _SHARED}
-        | {
-            "lower_order": rest,
-            "stability": stability,
-            "stability_first_step": first_step,
-            "stability_now": records.norm,
-            "stability_now_first_step": records.first_step,
-            "bound_adversarial": adversarial_bound(mdp, parameters, t),
-            "smoothness_max": records.smoothness_max,
-            "smoothness_min": records.smoothness_min,
-        }
-    )
-
-
 def _against(
     mdp: LayeredMDP,
     parameters: Parameters,
@@ -181,21 +152,50 @@ class Certificate(Callback):
         """Every curve by its name, `(N, C)`, and `episodes` `(C,)`, at the checkpoints so far."""
         if not self.rows:
             return {}
-        records = self._records()
-        found = evaluate_curves(self.mdp, self.parameters, records)
+        mdp, parameters, records = self.mdp, self.parameters, self._records()
+        t = records.episode.to(records.q)[:, None].expand_as(records.regret)
+        rest, ends = lower_order(mdp, parameters, t), [0, *records.episode.tolist()]
+        left, right = interval_weights(ends, lambda t: 8 * parameters.eta(t)).to(t).unsqueeze(-1)
+        stability = (right * records.norm + left * records.norm_before).cumsum(0)
+        first_step = (right * records.first_step + left * records.first_step_before).cumsum(0)
+        own = optimal_policy(mdp, records.charged).policy
+        shared = optimal_policy(mdp, records.charged.mean(1)).policy.unsqueeze(1).expand_as(own)
+        found = other = _against(mdp, parameters, records, own, stability, rest)
+        if not torch.equal(own, shared):
+            other = _against(mdp, parameters, records, shared, stability, rest)
+        found["regret"] = records.regret
+        found |= {f"{name}_shared": other[name] for name in _SHARED}
+        found |= {
+            "lower_order": rest,
+            "stability": stability,
+            "stability_first_step": first_step,
+            "stability_now": records.norm,
+            "stability_now_first_step": records.first_step,
+            "bound_adversarial": adversarial_bound(mdp, parameters, t),
+            "smoothness_max": records.smoothness_max,
+            "smoothness_min": records.smoothness_min,
+        }
         return {"episodes": records.episode} | {name: x.T for name, x in found.items()}
 
     def _records(self) -> Records:
         return Records(*map(torch.stack, zip(*self.rows, strict=True)))
 
     def on_start(self, run: Simulation) -> None:
-        self.rows, self.mdp, self.parameters = [], run.learner.mdp, Parameters.of(run.learner)
-        if run.t:
-            self._restore(run)
+        self.mdp, self.parameters = run.learner.mdp, Parameters.of(run.learner)
+        names = [f"{_KEPT}{name}" for name in (*Records._fields, "total")]
+        if run.t and not {*names} <= {*run.sums}:
+            raise ValueError(
+                f"save_to: the run that continues at episode {run.t + 1} was begun without the "
+                "certificate, which needs every checkpoint; leave it out, or begin anew with "
+                "another file"
+            )
         run.ask_for_second_moments()
         run.monitors.append(self.monitor)
-        if not run.t:
-            self.total = run.sums["second_moment"].clone()  # up to the last checkpoint
+        if run.t:
+            *kept, self.total = (run.sums[name] for name in names)
+            self.rows = [Records(*parts) for parts in zip(*kept, strict=True)]
+        else:  # `total` is that up to the last checkpoint
+            self.rows, self.total = [], run.sums["second_moment"].clone()
 
     @torch.no_grad()
     def on_checkpoint(self, run: Simulation) -> None:
@@ -230,14 +230,3 @@ class Certificate(Callback):
         shown = {x: over_seeds.get(x, torch.mean)(curves[x], 0).tolist() for x in curves}
         points = {t: {f"theory/{x}": shown[x][i] for x in shown} for i, t in enumerate(episodes)}
         return {t: point for t, point in points.items() if t > after}
-
-    def _restore(self, run: Simulation) -> None:
-        names = [f"{_KEPT}{name}" for name in (*Records._fields, "total")]
-        if not {*names} <= {*run.sums}:
-            raise ValueError(
-                f"save_to: the run that continues at episode {run.t + 1} was begun without the "
-                "certificate, which needs every checkpoint; leave it out, or begin anew with "
-                "another file"
-            )
-        *kept, self.total = (run.sums[name] for name in names)
-        self.rows = [Records(*parts) for parts in zip(*kept, strict=True)]
