@@ -22,8 +22,7 @@ from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.regularizers.catalog import Tsallis
 from torch_occ.regularizers.schedules import InverseSqrt
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.theory.certificates import running_weights
-from torch_occ.theory.runs import tilde
+from torch_occ.theory.runs import running_weights, tilde
 from torch_occ.theory.statements import Statement, episodes, statement
 from torch_occ.theory.terms import outside
 
