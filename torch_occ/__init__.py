@@ -101,7 +101,7 @@ from torch_occ.games.play import self_play as self_play
 
 # Forecasts of the regret, and tuning
 from torch_occ.tuning.forecast import forecast as forecast
-from torch_occ.tuning.forecast import leap as leap
+from torch_occ.tuning.leaps import leap as leap
 from torch_occ.tuning.tune import tune as tune
 from torch_occ.tuning.tune import recommended as recommended
 
