@@ -140,7 +140,7 @@ def add_losses(game: Game, n: int, learner: Any) -> None:
 
 
 @routine(inline=True)
-def draw_losses(game: Game, t: int, learner: Any, seed: np.uint64, loss: Floats) -> np.uint64:
+def draw_losses(game: Game, t: int, learner: Any, seed: Any, loss: Floats) -> np.uint64:
     """Draw the mean losses of pairs into row TRIAL, for one seed; return the key of the episode."""
     key = episode_key(seed, game.before + t + 1)
     for i in range(len(learner.visits)):
