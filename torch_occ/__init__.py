@@ -92,7 +92,7 @@ from torch_occ.game.callbacks import ProgressBar as ProgressBar
 from torch_occ.game.callbacks import TensorBoard as TensorBoard
 from torch_occ.game.history import History as History
 from torch_occ.game.simulate import simulate as simulate
-from torch_occ.game.comparing import compare_learners as compare_learners
+from torch_occ.game.simulate import compare_learners as compare_learners
 
 # Games with imperfect information
 from torch_occ.games.tree import ExtensiveGame as ExtensiveGame

@@ -1,7 +1,7 @@
-"""Every use of a private interface of another package; these may change with its next release.
+"""Every use of a private interface of torch and the standard library; each says what it replaces.
 
-Each function says what it replaces. No other module names a private interface of torch, Numba,
-llvmlite or the standard library.
+These may change with the next release. Those of Numba are in torch_occ._support.private_numba,
+because `import torch_occ` shall not wait for Numba.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
-from importlib import import_module
 from multiprocessing.process import BaseProcess
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,40 +18,6 @@ from torch.autograd import forward_ad
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-#: What torch_occ._support.compiling and torch_occ.engine.lanes derive compilers and types from,
-#: imported when it is asked for: `import torch_occ` shall not wait for Numba.
-_ON_DEMAND = {
-    "llvmlite": "llvmlite",
-    "ir": "llvmlite.ir",
-    "parse_bitcode": "llvmlite.binding:parse_bitcode",
-    "caching": "numba.core.caching",
-    "cgutils": "numba.core.cgutils",
-    "models": "numba.core.datamodel.models",
-    "Conversion": "numba.core.typeconv:Conversion",
-    "signature": "numba.core.typing:signature",
-    "AbstractTemplate": "numba.core.typing.templates:AbstractTemplate",
-    "infer_global": "numba.core.typing.templates:infer_global",
-    "Compiler": "numba.core.compiler:Compiler",
-    "compile_result": "numba.core.compiler:compile_result",
-    "JITCodeLibrary": "numba.core.codegen:JITCodeLibrary",
-    "alias_func_extensions": "numba.core.ir_utils:alias_func_extensions",
-    "populate_array": "numba.np.arrayobj:populate_array",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _ON_DEMAND:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = _ON_DEMAND[name].partition(":")
-    found = import_module(module)
-    return getattr(found, attribute) if attribute else found
-
-
-#: Numba's option for kernels that neither allocate nor own arrays. Reference counting took half of
-#: their time.
-NO_REFERENCE_COUNTS: dict[str, Any] = {"_nrt": False}
-
 
 # -- torch -------------------------------------------------------------------------------------
 

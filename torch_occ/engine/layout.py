@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from torch_occ._support.compiling import KernelCompiler, RoutineCompiler, keep_on_disk
 from torch_occ._support.constants import SQUARE
-from torch_occ._support.private import NO_REFERENCE_COUNTS, AbstractTemplate, infer_global
+from torch_occ._support.private_numba import NO_REFERENCE_COUNTS, AbstractTemplate, infer_global
 from torch_occ.engine.lanes import FEW_LANES, LANES, Shared, lanes_for
 
 Function = TypeVar("Function", bound=Callable[..., Any])
