@@ -144,15 +144,10 @@ def excursions_of(mdp: LayeredMDP, mean: Tensor) -> Excursions:
         """The variables of a table `(S, A)`."""
         return torch.cat([table[entry], table[hidden].flatten()]).numpy()
 
-    return Excursions(
-        vector(torch.arange(entry.numel()).view(entry.shape)),
-        vector(torch.where(mdp.actions, mean, 0.0)),
-        vector(plan.gaps),
-        vector(mdp.actions),
-        first,
-        onward,
-        layers,
-    )
+    numbers = torch.arange(entry.numel()).view(entry.shape)
+    tables = numbers, torch.where(mdp.actions, mean, 0.0), plan.gaps, mdp.actions
+    pairs, means, gaps, exists = map(vector, tables)
+    return Excursions(pairs, means, gaps, exists, first, onward, layers)
 
 
 # -- The alternative that the fewest observations rule out, by branch and bound --------------------
@@ -299,8 +294,7 @@ class Search(NamedTuple):
         mean = self.excursions.mean[variables]
         d = tilt(mean, np.exp(log_theta)[:, None] * w / self.n[variables])
         rows = np.zeros((len(w), len(self.n)))
-        told = np.where(w > 0, information(mean, d), 0.0)
-        np.add.at(rows, (np.arange(len(w))[:, None], variables), told)
+        rows[np.arange(len(w))[:, None], variables] = np.where(w > 0, information(mean, d), 0.0)
         return rows
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from torch_occ._support.choices import extra
 from torch_occ._support.files import markdown
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_source
 from torch_occ.regularizers.base import Composition, Regularizer
@@ -83,11 +84,9 @@ def atoms(regularizer: Regularizer, t: Tensor | float) -> dict[Atom, Tensor]:
 
 def on_pairs(mdp: LayeredMDP, loss: Tensor) -> Tensor:
     """The loss on the N existing pairs, `(*batch, N)`."""
-    if loss.shape[-2:] != mdp.actions.shape or not bool(loss[..., mdp.actions].isfinite().all()):
-        raise ValueError(
-            f"loss: expected finite values of shape (*batch, {mdp.num_states}, {mdp.num_actions}), "
-            f"got {loss}"
-        )
+    expected = f"finite values of shape (*batch, {mdp.num_states}, {mdp.num_actions})"
+    fine = loss.shape[-2:] == mdp.actions.shape and loss[..., mdp.actions].isfinite().all()
+    check_that(bool(fine), "loss", expected, loss)
     return loss[..., mdp.actions]
 
 
@@ -99,10 +98,8 @@ def spread(mdp: LayeredMDP, x: Tensor) -> Tensor:
 
 def flow_constraints(mdp: LayeredMDP) -> tuple[Tensor, Tensor]:
     """The sparse matrix E `(S, N)` over the existing pairs, and b `(S,)`."""
-    if mdp.batch_shape:
-        raise ValueError(
-            f"mdp: expected a single MDP, got a batch of shape {tuple(mdp.batch_shape)}"
-        )
+    batch = tuple(mdp.batch_shape)
+    check_that(not batch, "mdp", "a single MDP", f"a batch of shape {batch}")
     state = mdp.actions.nonzero()[:, 0]
     number = mdp.actions.flatten().cumsum(0) - 1  # the index of each pair among the existing ones
     rows, columns = [state], [torch.arange(len(state))]

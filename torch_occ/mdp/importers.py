@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import extra
-from torch_occ.mdp.checks import Table, unexpected
+from torch_occ.mdp.checks import Table, check_that, unexpected
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.unroll import ABSORBING, Outcomes, finish, unroll
 
@@ -227,10 +227,8 @@ def _make(env: Any, options: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
             raise ValueError(
                 "options: are for making an environment from its id; this one is made already"
             )
-        if not isinstance(env, gymnasium.Env):
-            raise TypeError(
-                f"env: expected a Gymnasium environment or its id, got {type(env).__name__}"
-            )
+        kind, expected = type(env).__name__, "a Gymnasium environment or its id"
+        check_that(isinstance(env, gymnasium.Env), "env", expected, kind, TypeError)
         return env
     try:
         return gymnasium.make(env, **options)

@@ -255,11 +255,8 @@ class Composition:
         def factor(x: float | str | None) -> Weight:
             if isinstance(x, str):
                 return Weight(powers={tables.Factor(part, x): 1.0})
-            if isinstance(x, Tensor):
-                raise TypeError(
-                    f"{type(part).__name__}.table: expected numbers and names of parameters, got a "
-                    "tensor"
-                )
+            place, expected = f"{type(part).__name__}.table", "numbers and names of parameters"
+            check_that(not isinstance(x, Tensor), place, expected, "a tensor", TypeError)
             return Weight(1.0 if x is None else float(x))
 
         p = term.function.p if isinstance(term.function, tables.Power) else 0.0

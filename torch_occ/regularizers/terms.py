@@ -19,7 +19,6 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -218,18 +217,22 @@ class WeightRow(NamedTuple):
         over: Any = self.constant
         for i, p in self.over:
             over = over * (values[i] if p == 1.0 else _power(values[i], p))
-        own, known = (self.under, self.time, self.slopes), {} if known is None else known
-        if own == ((), 0.0, ()):
+        if not (self.under or self.time or self.slopes):
             return over
+        own, known = self[2:], {} if known is None else known
         if own not in known:
             known[own] = self._inverse_rate(values)
         return known[own] * over
 
     def _inverse_rate(self, values: Sequence[Any]) -> Any:
-        time = sum((c * values[i] for i, c in self.slopes), self.time)
-        if not self.under:
+        rate: Any = None
+        time: Any = self.time
+        for i, c in self.slopes:
+            time = time + c * values[i]
+        for i, p in self.under:
+            rate = _power(values[i], -p) if rate is None else rate * _power(values[i], -p)
+        if rate is None:
             return _power(values[0], time)
-        rate = reduce(operator.mul, (_power(values[i], -p) for i, p in self.under))
         if type(time) is float and time == 0.5:
             rate = rate / _power(values[0], 0.5)
         elif type(time) is not float or time:
@@ -240,7 +243,7 @@ class WeightRow(NamedTuple):
         """Return the derivative with respect to a value, which is no tensor; `weight` is `at`."""
         x: Any = values[i]
         found: Any = 0.0
-        power: Any = dict(self.over + self.under).get(i, 0.0) if i else self.time
+        power: Any = self.time if i == 0 else dict(self.over + self.under).get(i, 0.0)
         for j, c in self.slopes:
             if j == i:
                 found = c * weight * _log(values[0])

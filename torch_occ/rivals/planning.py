@@ -210,5 +210,6 @@ def draw_transitions(key: np.uint64, learner: CompiledPSRL) -> None:
                 own = key_of(key, 2 * len(learner.visits) + entry[i] + j)
                 drawn[i, j] = gamma(own, learner.counts[entry[i] + j] + 1.0 / size)
                 total += drawn[i, j]
+            share = 1.0 / total
             for j in range(size):
-                drawn[i, j] /= total
+                drawn[i, j] *= share
