@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch_occ._support.choices import extra
 from torch_occ._support.files import markdown
 from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import flow_source
 from torch_occ.regularizers.base import Composition, Regularizer
 from torch_occ.regularizers.parameters import fit
 from torch_occ.regularizers.terms import Log, Power
@@ -107,16 +108,13 @@ def flow_constraints(mdp: LayeredMDP) -> tuple[Tensor, Tensor]:
     rows, columns = [state], [torch.arange(len(state))]
     values = [torch.ones(len(state), dtype=mdp.dtype)]
     slices = pairwise(mdp.layer_slices)
-    for (here, there), layer in zip(slices, mdp.to_sparse().layers, strict=False):
-        entries = layer.tensor.detach()
-        rows.append(there.start + entries.indices()[1])
-        columns.append(number[here.start * mdp.num_actions + entries.indices()[0]])
-        values.append(-entries.values())
+    for (here, there), p in zip(slices, mdp.to_sparse().transitions, strict=False):
+        rows.append(there.start + p.indices()[1])
+        columns.append(number[here.start * mdp.num_actions + p.indices()[0]])
+        values.append(-p.detach().values())
     index, shape = torch.stack([torch.cat(rows), torch.cat(columns)]), (mdp.num_states, len(state))
     E = torch.sparse_coo_tensor(index, torch.cat(values), shape, check_invariants=False).coalesce()
-    b = torch.zeros(mdp.num_states, dtype=mdp.dtype)
-    b[: mdp.layer_sizes[0]] = mdp.initial.detach()
-    return E, b
+    return E, flow_source(mdp).detach()
 
 
 def state_in_cvxpy(

@@ -77,12 +77,26 @@ def _nowhere(reason: str) -> None:
 # -- compiling -------------------------------------------------------------------------------------
 
 
+#: Passes of Numba for expressions of whole arrays, list comprehensions and closures.
+_UNUSED = {"nopython_rewrites", "inline_closure_likes"}
+
+
 class KernelCompiler(private.Compiler):
-    """Numba's compiler, with less work: look-ups are remembered, and garbage is kept."""
+    """Numba's compiler, with less work: look-ups are remembered, garbage is kept, passes left out.
+
+    So kernels have no expressions of whole arrays, list comprehensions or closures.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.state.typingctx = _Remembering(self.state.typingctx, self.state.flags)
+
+    def define_pipelines(self) -> Any:
+        pipelines = super().define_pipelines()
+        for pipeline in pipelines:
+            pipeline.passes = [x for x in pipeline.passes if x[0].name() not in _UNUSED]
+            pipeline.finalize()
+        return pipelines
 
     def compile_extra(self, function: Any) -> Any:
         with _compiling(function.__name__):

@@ -268,11 +268,11 @@ class Composition:
         return Weighted(term.argument, type(term.function), *rows)
 
     def _structure(self) -> list[tuple[Regularizer, list[Any]]]:
-        tables = [
-            (leaf, leaf.table() if isinstance(leaf, TabularRegularizer) else ())
-            for leaf in self.regularizer.leaves()
-        ]
-        return [(leaf, [(x.argument, type(x.function)) for x in table]) for leaf, table in tables]
+        def terms_of(leaf: Regularizer) -> list[Any]:
+            table = leaf.table() if isinstance(leaf, TabularRegularizer) else ()
+            return [(term.argument, type(term.function)) for term in table]
+
+        return [(leaf, terms_of(leaf)) for leaf in self.regularizer.leaves()]
 
     def values(self, t: Tensor) -> list[Tensor]:
         """Return the values of the factors now, after `check`; broadcast as `(*batch, S, A)`."""
