@@ -9,6 +9,9 @@ of the kernels and constants that it uses from other files. So every entry here 
 of all sources that any kernel is compiled from, and of the versions that compiled them. An entry
 with another stamp is compiled again and overwritten. If no cache folder is writable, kernels are
 compiled in every process.
+
+Every use of a private interface of Numba and llvmlite is imported here; these may change with the
+next release.
 """
 
 from __future__ import annotations
@@ -25,12 +28,28 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import llvmlite
 import numba
+from llvmlite import ir as ir
+from llvmlite.binding import parse_bitcode
 from numba import types
+from numba.core import caching
+from numba.core import cgutils as cgutils
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler, compile_result
+from numba.core.datamodel import models as models
+from numba.core.ir_utils import alias_func_extensions as alias_func_extensions
+from numba.core.typeconv.castgraph import Conversion as Conversion
+from numba.core.typing.templates import AbstractTemplate as AbstractTemplate
+from numba.core.typing.templates import infer_global as infer_global
+from numba.core.typing.templates import signature as signature
+from numba.np.arrayobj import populate_array as populate_array
 
-from torch_occ._support import private_numba as private
-from torch_occ._support.private_numba import caching
 from torch_occ._support.version import VERSION
+
+#: Numba's option for kernels that neither allocate nor own arrays. Reference counting took half of
+#: their time.
+NO_REFERENCE_COUNTS: dict[str, Any] = {"_nrt": False}
 
 _SUPPORT = Path(__file__).parent
 
@@ -39,15 +58,13 @@ _SUPPORT = Path(__file__).parent
 SOURCES = (
     *sorted((_SUPPORT.parent / "engine").rglob("*.py")),
     *sorted((_SUPPORT.parent / "rivals").rglob("*.py")),
-    *(_SUPPORT / name for name in ("compiling.py", "private_numba.py", "constants.py")),
+    *(_SUPPORT / name for name in ("compiling.py", "constants.py")),
 )
 
 
 def stamp_of(sources: Sequence[Path]) -> str:
     """A hash of the files, their names, and the versions of torch_occ, Numba and llvmlite."""
-    digest = hashlib.sha256(
-        f"{VERSION} {numba.__version__} {private.llvmlite.__version__}".encode()
-    )
+    digest = hashlib.sha256(f"{VERSION} {numba.__version__} {llvmlite.__version__}".encode())
     for source in sources:
         # A frozen program has no source files; its version is enough.
         content = source.read_bytes() if source.exists() else b""
@@ -81,7 +98,7 @@ def _nowhere(reason: str) -> None:
 _UNUSED = {"nopython_rewrites", "inline_closure_likes"}
 
 
-class KernelCompiler(private.Compiler):
+class KernelCompiler(Compiler):
     """Numba's compiler, with less work: look-ups are remembered, garbage is kept, passes left out.
 
     So kernels have no expressions of whole arrays, list comprehensions or closures.
@@ -118,7 +135,7 @@ class RoutineCompiler(KernelCompiler):
         return super().compile_extra(function)
 
 
-class _RoutineLibrary(private.JITCodeLibrary):
+class _RoutineLibrary(JITCodeLibrary):
     """The code of a routine and its callees, to be linked into kernels.
 
     It is neither optimized nor emitted, so it has no address, and no place for an environment.
@@ -234,9 +251,9 @@ class _Implementation(caching.CompileResultCacheImpl):
         if kind == "object":
             return super().rebuild(target_context, payload)
         library = _RoutineLibrary(target_context.codegen(), name)
-        library._final_module = private.parse_bitcode(code)
+        library._final_module = parse_bitcode(code)
         library._finalize_final_module()
-        return private.compile_result(
+        return compile_result(
             target_context=target_context,
             typing_context=target_context.typing_context,
             library=library,

@@ -1,7 +1,7 @@
 """Every use of a private interface of torch and the standard library; each says what it replaces.
 
-These may change with the next release. Those of Numba are in torch_occ._support.private_numba,
-because `import torch_occ` shall not wait for Numba.
+These may change with the next release. Those of Numba are in torch_occ._support.compiling, because
+`import torch_occ` shall not wait for Numba.
 """
 
 from __future__ import annotations

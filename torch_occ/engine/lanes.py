@@ -21,7 +21,7 @@ from numba.extending import (
 )
 from numpy.typing import NDArray
 
-from torch_occ._support.private_numba import (
+from torch_occ._support.compiling import (
     Conversion,
     alias_func_extensions,
     cgutils,

@@ -226,16 +226,10 @@ class TensorBoard(Callback):
         """What the HParams dashboard is told at the start of a run, and last at its end."""
         from torch.utils.tensorboard.summary import hparams
 
-        values = {
-            "learner": type(run.learner).__name__,
-            "losses": type(run.losses).__name__,
-            "episodes": run.episodes,
-            "seeds": len(run.seeds),
-            "horizon": run.mdp.horizon,
-            "states": run.mdp.num_states,
-            "actions": run.mdp.num_actions,
-        }
-        own = parameters(run.learner, 1).items()
+        mdp, own, values = run.mdp, parameters(run.learner, 1).items(), dict[str, Any]()
+        values |= {"learner": type(run.learner).__name__, "losses": type(run.losses).__name__}
+        values |= {"episodes": run.episodes, "seeds": len(run.seeds)}
+        values |= {"horizon": mdp.horizon, "states": mdp.num_states, "actions": mdp.num_actions}
         values |= {name: x for name, x in own if name != "learning_rate"}
         simple = bool | int | float | str
         values |= {name: x for name, x in run.config.items() if isinstance(x, simple)}
