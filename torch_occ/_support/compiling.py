@@ -9,9 +9,6 @@ of the kernels and constants that it uses from other files. So every entry here 
 of all sources that any kernel is compiled from, and of the versions that compiled them. An entry
 with another stamp is compiled again and overwritten. If no cache folder is writable, kernels are
 compiled in every process.
-
-Every use of a private interface of Numba and llvmlite is imported here; these may change with the
-next release.
 """
 
 from __future__ import annotations
@@ -28,28 +25,17 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-import llvmlite
 import numba
-from llvmlite import ir as ir
-from llvmlite.binding import parse_bitcode
 from numba import types
-from numba.core import caching
-from numba.core import cgutils as cgutils
-from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import Compiler, compile_result
-from numba.core.datamodel import models as models
-from numba.core.ir_utils import alias_func_extensions as alias_func_extensions
-from numba.core.typeconv.castgraph import Conversion as Conversion
-from numba.core.typing.templates import AbstractTemplate as AbstractTemplate
-from numba.core.typing.templates import infer_global as infer_global
-from numba.core.typing.templates import signature as signature
-from numba.np.arrayobj import populate_array as populate_array
 
+from torch_occ._support.private import (
+    Compiler,
+    JITCodeLibrary,
+    caching,
+    compile_result,
+    parse_bitcode,
+)
 from torch_occ._support.version import VERSION
-
-#: Numba's option for kernels that neither allocate nor own arrays. Reference counting took half of
-#: their time.
-NO_REFERENCE_COUNTS: dict[str, Any] = {"_nrt": False}
 
 _SUPPORT = Path(__file__).parent
 
@@ -58,12 +44,13 @@ _SUPPORT = Path(__file__).parent
 SOURCES = (
     *sorted((_SUPPORT.parent / "engine").rglob("*.py")),
     *sorted((_SUPPORT.parent / "rivals").rglob("*.py")),
-    *(_SUPPORT / name for name in ("compiling.py", "constants.py")),
+    *(_SUPPORT / name for name in ("compiling.py", "private.py", "constants.py")),
 )
 
 
 def stamp_of(sources: Sequence[Path]) -> str:
     """A hash of the files, their names, and the versions of torch_occ, Numba and llvmlite."""
+    llvmlite = sys.modules["llvmlite"]
     digest = hashlib.sha256(f"{VERSION} {numba.__version__} {llvmlite.__version__}".encode())
     for source in sources:
         # A frozen program has no source files; its version is enough.
@@ -305,7 +292,7 @@ class _KernelCache(caching.FunctionCache):
     def _place(self, sig: Any, codegen: Any) -> tuple[str, tuple[Any, ...]]:
         """The name of the file, which stays when sources are edited, and the label in the file."""
         function, (sig, target, code) = self._py_func, self._index_key(sig, codegen)
-        version = repr((function.__module__, function.__qualname__, sig, target))
-        hashed = hashlib.sha256(version.encode()).hexdigest()[:16]
+        every = repr((function.__module__, function.__qualname__, sig, target))
+        hashed = hashlib.sha256(every.encode()).hexdigest()[:16]
         name = f"{function.__name__}-{hashed}.{sys.implementation.cache_tag}.nbc"
-        return name, (_STAMP, version, sig, code)
+        return name, (_STAMP, every, sig, code)

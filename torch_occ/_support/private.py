@@ -1,7 +1,7 @@
-"""Every use of a private interface of torch and the standard library; each says what it replaces.
+"""Every use of a private interface of another package; these may change with its next release.
 
-These may change with the next release. Those of Numba are in torch_occ._support.compiling, because
-`import torch_occ` shall not wait for Numba.
+Each function says what it replaces. No other module names a private interface of torch, Numba,
+llvmlite or the standard library.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
+from importlib import import_module
 from multiprocessing.process import BaseProcess
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,6 +19,34 @@ from torch.autograd import forward_ad
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+#: What compilers and types are derived from, by module. It is imported when it is asked for:
+#: `import torch_occ` shall not wait for Numba.
+_ON_DEMAND = {
+    "llvmlite": "ir",
+    "llvmlite.binding": "parse_bitcode",
+    "numba.core": "caching cgutils",
+    "numba.core.codegen": "JITCodeLibrary",
+    "numba.core.compiler": "Compiler compile_result",
+    "numba.core.datamodel": "models",
+    "numba.core.ir_utils": "alias_func_extensions",
+    "numba.core.typeconv": "Conversion",
+    "numba.core.typing.templates": "AbstractTemplate infer_global signature",
+    "numba.np.arrayobj": "populate_array",
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _ON_DEMAND.items():
+        if name in names.split():
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+#: Numba's option for kernels that neither allocate nor own arrays. Reference counting took half of
+#: their time.
+NO_REFERENCE_COUNTS: dict[str, Any] = {"_nrt": False}
+
 
 # -- torch -------------------------------------------------------------------------------------
 

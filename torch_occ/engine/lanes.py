@@ -21,7 +21,7 @@ from numba.extending import (
 )
 from numpy.typing import NDArray
 
-from torch_occ._support.compiling import (
+from torch_occ._support.private import (
     Conversion,
     alias_func_extensions,
     cgutils,

@@ -21,15 +21,9 @@ from numba import njit, types
 from numba.extending import overload
 from numpy.typing import NDArray
 
-from torch_occ._support.compiling import (
-    NO_REFERENCE_COUNTS,
-    AbstractTemplate,
-    KernelCompiler,
-    RoutineCompiler,
-    infer_global,
-    keep_on_disk,
-)
+from torch_occ._support.compiling import KernelCompiler, RoutineCompiler, keep_on_disk
 from torch_occ._support.constants import SQUARE
+from torch_occ._support.private import NO_REFERENCE_COUNTS, AbstractTemplate, infer_global
 from torch_occ.engine.lanes import FEW_LANES, LANES, Shared, lanes_for
 
 Function = TypeVar("Function", bound=Callable[..., Any])
