@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_occ._support import private
@@ -39,8 +38,8 @@ from torch_occ.step.solution import (
     check_types,
     check_values,
 )
-from torch_occ.step.system import SeparableStates, Swept
-from torch_occ.step.ways import pays_off, solves_in_logs, why_not_world
+from torch_occ.step.system import SeparableStates, Sweep, Swept
+from torch_occ.step.ways import pays_off, solves_in_logs, why_not_model, why_not_world
 
 # -- Derivatives of a compiled step: by kernels where possible, by the torch path elsewhere --------
 #
@@ -539,39 +538,31 @@ def _memory(
 def applies(mdp: LayeredMDP) -> bool:
     """Return whether the kernel supports this MDP: single, sparse, float64, on the CPU."""
     sparse = all(isinstance(layer, SparseLayer) for layer in mdp.layers[:-1])
-    plain = mdp.device.type == "cpu" and mdp.dtype == torch.float64
-    return sparse and not mdp.batch_shape and plain
+    return sparse and why_not_model(mdp) is None
 
 
-class CompiledSweeps:
-    """The sweeps of torch_occ.step.system in a kernel; it loops over a batch."""
+def sweeps(states: SeparableStates, mdp: LayeredMDP) -> Sweep:
+    """Return the sweeps in a kernel, which loops over a batch."""
+    softest = states.softest.squeeze(-1).to(states.p.dtype)
+    own = ((states.p, 2), (states.inverse, 2), (states.total, 1), (softest, 1))
 
-    def __init__(self, states: SeparableStates, mdp: LayeredMDP) -> None:
-        self.rows = arrays.rows_of(mdp)
-        self.pairs = tuple(states.p.shape[-2:])
-        softest = states.softest.squeeze(-1).to(states.p.dtype)
-        self.states = [part.detach() for part in (states.p, states.inverse, states.total, softest)]
-
-    def sweep(self, z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
-        p, inverse, total, softest = self.states
-        given = [(z, 1), (p, 2)]
-        given += [(part, dims) for part, dims in ((x, 2), (r, 1)) if part is not None]
+    def sweep(z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
+        given = [
+            (part, dims) for part, dims in ((z, 1), own[0], (x, 2), (r, 1)) if part is not None
+        ]
         batch = broadcast(*(part.shape[: part.dim() - dims] for part, dims in given))
-        v, within = z.new_empty(*batch, self.pairs[0]), z.new_empty(*batch, *self.pairs)
-        du = z.new_zeros(*batch, self.pairs[0])
-        count = batch.numel()
-        if r is not None:
-            du.copy_(r)
-        force = np.zeros((1, 0)) if x is None else _flat(x, batch, 2)
-        own = ((p, 2), (inverse, 2), (total, 1), (softest, 1))
-        parts: Any = tuple(_flat(part, batch, dims) for part, dims in own)
-        out: Any = tuple(part.view(count, -1).numpy() for part in (v, within, du))
-        sweep_all(self.pairs[1], self.rows, parts, _flat(z, batch, 1), force, x is not None, out)
+
+        def flat(part: Tensor, dims: int) -> Floats:
+            """Return one row per element of the batch, or a single row if all share it."""
+            return rows(part, batch, dims).reshape(-1, part.shape[-dims:].numel())
+
+        du = z.new_zeros(*batch, mdp.num_states) if r is None else r.expand(*batch, -1).clone()
+        v, within = torch.empty_like(du), z.new_empty(*batch, *mdp.actions.shape)
+        force = np.zeros((1, 0)) if x is None else flat(x, 2)
+        parts: Any = tuple(flat(*part) for part in own)
+        out: Any = tuple(part.view(batch.numel(), -1).numpy() for part in (v, within, du))
+        known = (mdp.num_actions, arrays.rows_of(mdp))
+        sweep_all(*known, parts, flat(z, 1), force, x is not None, out)
         return Swept(v, within, du)
 
-
-def _flat(part: Tensor, batch: torch.Size, dims: int) -> NDArray[Any]:
-    """Return one row per element of the batch, or a single row if all elements share it."""
-    event = part.shape[part.dim() - dims :]
-    part = part.detach() if part.numel() == event.numel() else part.detach().expand(*batch, *event)
-    return part.reshape(-1, event.numel()).contiguous().numpy()
+    return sweep
