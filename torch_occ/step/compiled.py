@@ -147,6 +147,8 @@ _ALONE = 16
 
 _ONLY = np.zeros(1, dtype=np.int64)
 
+_NOTHING, _NOBODY = np.zeros((0, 0)), np.zeros((0, 0, 0), dtype=np.int64)
+
 
 class CompiledStep:
     """min ⟨q, loss⟩ + psi_t(q) in compiled kernels, for tensors outside torch.func transforms."""
@@ -227,7 +229,10 @@ class CompiledStep:
         limits = (self.tolerance, self.options.max_steps)
         within = tuple(x.numpy() for x in own) or None
         m = own[1].shape[1] if own else 0
-        self.run(world, batch, kernels.solve_steps, terms, entropies, m, *given, within, *limits)
+        self.run(
+            *(world, batch, kernels.solve_steps, terms, entropies, m),
+            *(*given, within, None, *limits),
+        )
         statuses = certificate[:, 0]
         if self.in_logs and not np.isfinite(q).all():
             lost = ~np.isfinite(q.reshape(count, -1)).all(-1)
@@ -251,6 +256,53 @@ class CompiledStep:
         marks = torch.from_numpy(certificate.reshape(*batch, 5))
         y = own[2].view(*batch, m) if own else None
         return Solution(found[0], found[1], marks, True, y), converged
+
+    def compare(
+        self,
+        loss: Tensor,
+        t: Tensor | float,
+        start: Tensor,
+        mdp: LayeredMDP | None,
+        *shown: Any,
+        empirical: bool,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return losses of solutions and their slopes in the loss; see `engine.entropic.compare`.
+
+        Args:
+            shown: targets `(*batch, S, A)`, or states and actions `(*batch, N, L)`.
+            empirical: as in `fenchel_young_loss`.
+
+        Returns:
+            `(*batch,)` and `(*batch, S, A)`; None if an argument or the result is wrong, or if more
+            than the loss is differentiated.
+        """
+        prepared = self._prepare(loss, t, start, mdp, None) if self.in_logs else None
+        if prepared is None or not all(isinstance(x, Tensor) for x in shown):
+            return None
+        world, inputs, _, _, terms, batch = prepared
+        moving = any(isinstance(x, Tensor) and x.requires_grad for x in (*inputs, *shown))
+        shape = shown[0].shape
+        fits = shape[:-2] in (_SINGLE, batch) and all(x.shape == shape and x.is_cpu for x in shown)
+        if moving or world.tensors or world.batch_shape or not fits:
+            return None
+        count = batch.numel()
+        slope, v, certificate = self._empty(count, 5)
+        value, error = np.empty((2, count))
+        if len(shown) == 1:
+            if not (plain(shown[0]) and shape[-2:] == self.shape):
+                return None
+            aim = kernels.Aim(rows(shown[0], batch, 2), _NOBODY, _NOBODY, empirical, value, error)
+        else:
+            if shape[-1:] != (len(world.mdp.layers),) or any(x.is_floating_point() for x in shown):
+                return None
+            paths = (x.long().reshape(-1, *shape[-2:]).numpy() for x in shown)
+            aim = kernels.Aim(_NOTHING, *paths, empirical, value, error)
+        given = (rows(loss, batch, 2), rows(start, batch, 2), slope, v, certificate, None, aim)
+        limits = (self.tolerance, self.options.max_steps)
+        self.run(world, batch, kernels.solve_steps, terms, None, 0, *given, *limits)
+        if certificate[:, 0].any() or not error.max() <= 1e-6:
+            return None
+        return torch.from_numpy(value.reshape(batch)), torch.from_numpy(slope).view(*batch, *self.shape)
 
     def pull_back(
         self,
