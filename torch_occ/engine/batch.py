@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torch_occ.engine.entropic import Aim as Aim, compare, entropy_of, follow, linear, settle
+from torch_occ.engine.entropic import Aim as Aim
+from torch_occ.engine.entropic import compare, entropy_of, follow, linear, settle
 from torch_occ.engine.lanes import anywhere, in_lanes, lane, lanes_of
 from torch_occ.engine.layout import (
     DQ,
@@ -37,6 +38,7 @@ from torch_occ.engine.layout import (
     inlined,
     kernel,
 )
+from torch_occ.engine.newton import TINY as TINY
 from torch_occ.engine.newton import make_budgets, retract
 from torch_occ.engine.psi import pair_with
 

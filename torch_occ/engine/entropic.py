@@ -563,6 +563,7 @@ class Aim(NamedTuple):
     """What solutions are compared with: targets z, or trajectories, whose mean visits are z."""
 
     targets: Floats  # (N * S or S, A); empty with trajectories
+    logs: Floats  # (N * S or S, A), log z; kernels would compute them one by one
     # (N or 1, trajectories, L), numbers of all layers; -1 after the end of a trajectory
     states: Ints
     actions: Ints
@@ -571,7 +572,7 @@ class Aim(NamedTuple):
     error: Floats  # (N,), out: how far z is from what it must be; infinite if it cannot be used
 
 
-TARGET = TRIAL  # of pairs: z
+TARGET, LOG_TARGET = TRIAL, DQ  # of pairs: z and log z
 
 
 @routine
@@ -580,14 +581,15 @@ def read_target(model: Model, aim: Aim, e: int, own: Floats) -> float:
     start, num_actions, num_pairs = model.start, model.num_actions, own.shape[1]
     _, count, horizon = aim.states.shape
     if count == 0:
-        targets = aim.targets.reshape(-1)
+        targets, logs = aim.targets.reshape(-1), aim.logs.reshape(-1)
         first = e * num_pairs if len(targets) > num_pairs else 0
         for i in range(num_pairs):
             own[TARGET, i] = targets[first + i]
+            own[LOG_TARGET, i] = logs[first + i]
         return 0.0
     row = min(e, len(aim.states) - 1)
     for i in range(num_pairs):
-        own[TARGET, i] = 0.0
+        own[TARGET, i], own[LOG_TARGET, i] = 0.0, 0.0
     for j in range(count):
         before, ended = 0, False
         for k in range(horizon):
@@ -627,26 +629,26 @@ def compare(model: Model, solver: Solver, aim: Aim, elements: Ints, work: Work) 
         layer = 0.0
         for s in span(start[k], start[k + 1]):
             weight, price = weight_at(solver.terms, solver.weights, s * num_actions)
-            mass, total, inner = 0.0, 0.0, 0.0
+            mass, total, most, cross, logs = 0.0, 0.0, 0.0, 0.0, 0.0
             for i in span(s * num_actions, (s + 1) * num_actions):
                 z = pairs[TARGET, i]
-                mass, total = mass + pairs[PAIR, i], total + z
+                mass, total, most = mass + pairs[PAIR, i], total + z, max(most, z)
                 if model.exists[PAIR, i]:
                     error = where(z >= 0.0, error, np.inf)
-                    inner -= z * pairs[LOG_POLICY, i]
-                    if not likelihood:
-                        inner += z * log(max(z, TINY))
+                    cross += z * (pairs[LOG_TARGET, i] - pairs[LOG_POLICY, i])
+                    logs += z * pairs[LOG_TARGET, i]
                 else:
                     error = max(error, abs(z))
             inflow, share, scale = states[U, s] if k > 0 else 0.0, 1.0, 1.0
             if likelihood:
                 share, scale = (total - weight * inflow) / mass, 1.0 / weight
                 error = where(mass > DEAD, error, np.inf)
-                value += inner
+                value += cross
             else:
-                off, logs = total - mass - inflow, total * log(max(total, TINY))
-                outer = logs - total * (1.0 + states[FOUND, s]) + mass
-                value += weight * (inner - logs) + price * outer + off * states[V, s]
+                if anywhere(most < total):  # otherwise one action has all of it
+                    logs = total * log(max(total, TINY))
+                off, outer = total - mass - inflow, logs - total * (1.0 + states[FOUND, s]) + mass
+                value += weight * (cross - logs) + price * outer + off * states[V, s]
                 error = where(aim.empirical, error, max(error, abs(off)))
             layer += total
             for i in span(s * num_actions, (s + 1) * num_actions):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -15,16 +14,15 @@ from torch_occ._support.private import (
     in_forward_mode,
     outside_graphs,
     values_are_hidden,
-    versions_of,
     with_autograd,
 )
 from torch_occ.mdp.checks import broadcast, check_that
 from torch_occ.mdp.layered import LayeredMDP, remembered
 from torch_occ.mdp.layers import DenseLayer
-from torch_occ.mdp.occupancy import flow_adjoint, flow_of, flow_residual, flow_source
+from torch_occ.mdp.occupancy import flow_of, flow_residual
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.terms import keep
-from torch_occ.step.entropic import Entropy, entropy_of
+from torch_occ.step.entropic import entropy_of
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.graph import as_operator, facts_of, step_of
 from torch_occ.step.implicit import Known
@@ -37,91 +35,27 @@ from torch_occ.step.solution import (
     place_of,
 )
 
-# -- What is checked once: targets and demonstrations, until they are changed ----------------------
-
-
-@remembered
-def memory_of(mdp: LayeredMDP, kind: Any) -> dict[Any, Any]:
-    """Return what is known about tensors that a user gave with this MDP."""
-    return {}
-
-
-def known_about(mdp: LayeredMDP, kind: Any, find: Callable[[], Any], *tensors: Any) -> Any:
-    """Return what was found out about tensors, until one of them is changed or gone."""
-    known, key = memory_of(mdp, kind), tuple(map(id, tensors))
-    versions = versions_of(tensors) if all(isinstance(x, Tensor) for x in tensors) else []
-    if versions and (entry := known.get(key)) and entry[0] == versions:
-        return entry[1]
-    found = find()
-    # The arrays of NumPy change without a new version; their storage cannot be resized.
-    if versions and all(x.untyped_storage().resizable() for x in tensors):
-        known[key] = versions, found, [ref(x, lambda _: known.pop(key, None)) for x in tensors]
-    return found
-
-
 # -- Targets: occupancy measures that a plan should equal, checked before they are used ------------
-
-
-@remembered
-def probe_of(mdp: LayeredMDP, empirical: bool) -> tuple[Tensor, float]:
-    """Return E'y `(S * A,)` and ⟨y, b⟩ of the constraints E target = b, with random numbers y.
-
-    They are the flow constraints of a single MDP, or unit mass per layer. A target that does not
-    meet them has another scalar product with E'y; on masked pairs, this is any number but zero.
-    """
-    draw = torch.Generator().manual_seed(0)
-    size = mdp.horizon if empirical else mdp.num_states
-    y = torch.randn(size, generator=draw, dtype=torch.float64).to(mdp.initial)
-    weights = y[mdp.layer].unsqueeze(-1) if empirical else flow_adjoint(mdp, y).detach()
-    weights = torch.where(mdp.actions, weights, 1 + y.abs().max()).flatten()
-    goal = y.sum() if empirical else (y * flow_source(mdp).detach()).sum()
-    return weights, float(goal)
 
 
 def check_target(
     mdp: LayeredMDP, target: Tensor, budgets: Budgets | None = None, empirical: bool = False
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+) -> Tensor:
     """Check that a target is an occupancy measure that meets the budgets, up to a solver's errors.
 
     An empirical one need not be a flow, but has mass one per layer. Return it in the number type of
-    the MDP, with tiny negative numbers set to zero; and its entropies, if it has none of these and
-    values can be seen.
+    the MDP, with tiny negative numbers set to zero.
     """
     given, eps = target, torch.finfo(mdp.dtype).eps
     if isinstance(target, Tensor) and target.is_floating_point():
         given, eps = target.to(mdp.dtype), max(eps, torch.finfo(target.dtype).eps)
     tolerance = max(1e-6, eps**0.5)  # as of a linear-programming solver
     check_like("target", given, mdp)
-
-    def look() -> tuple[Tensor, Tensor] | None:
-        plain = given.detach()
-        least = float(plain.amin()) if plain.numel() else 0.0
-        if not (least >= -tolerance and _meets_probe(mdp, plain, empirical)):
-            _check_polytope(mdp, plain, tolerance, empirical)
-        return entropies_of(plain) if least >= 0 else None
-
-    if values_are_hidden():
-        return given.clamp(min=0.0), None
-    entropies = known_about(mdp, empirical, look, target)
-    if budgets is not None:
-        _check_budgets(mdp, given.detach(), budgets, tolerance)
-    return given.clamp(min=0.0) if entropies is None else given, entropies
-
-
-def entropies_of(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sum_a q log pi and u log u, `(*batch, S)` each."""
-    ones = q.new_ones(q.shape[-1])  # a product with them is faster than a sum
-    outer = -torch.special.entr(q @ ones)
-    return -torch.special.entr(q) @ ones - outer, outer
-
-
-def _meets_probe(mdp: LayeredMDP, target: Tensor, empirical: bool) -> bool:
-    """Return whether a target meets its constraints up to rounding; False if it is not clear."""
-    if mdp.batch_shape:
-        return False
-    weights, goal = probe_of(mdp, empirical)
-    off = target.flatten(-2) @ weights - goal
-    return not off.numel() or float(off.abs().amax()) <= 1024 * torch.finfo(off.dtype).eps
+    if not values_are_hidden():
+        _check_polytope(mdp, given.detach(), tolerance, empirical)
+        if budgets is not None:
+            _check_budgets(mdp, given.detach(), budgets, tolerance)
+    return given.clamp(min=0.0)
 
 
 def _check_polytope(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical: bool) -> None:
@@ -306,59 +240,33 @@ def fenchel_young_loss(
         now = torch.as_tensor(step.episode(t), dtype=facts.dtype, device=facts.device)
         return fenchel_young(step.name_in_graphs, loss, target, now, warm_start, empirical)[0]
     model = _model(step, mdp)
-    target, entropies = check_target(model, target, step.constraints, empirical)
     t = step.episode(t)
-    now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
-
-    def solve(loss: Tensor, t: Tensor, parameters: Any = None, moved: Any = None) -> Solution:
-        if parameters is None:
-            return step.solve(loss, t, warm_start=warm_start, mdp=mdp)
-        given = (warm_start, moved or mdp, True, step.constraints)
-        return step.solve_at(parameters, loss, t, *given)
 
     def value_of(loss: Tensor) -> Tensor:
+        aim = check_target(model, target, step.constraints, empirical)
+        now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
+
+        def solve(loss: Tensor, t: Tensor, parameters: Any = None, moved: Any = None) -> Solution:
+            if parameters is None:
+                return step.solve(loss, t, warm_start=warm_start, mdp=mdp)
+            given = (warm_start, moved or mdp, True, step.constraints)
+            return step.solve_at(parameters, loss, t, *given)
+
         loss = keep("pair", model, loss.to(model.dtype), 0.0)
-        paid = (target * loss).sum((-2, -1)) + _psi_if_finite(step, target, now, model)
+        paid = (aim * loss).sum((-2, -1)) + _psi_if_finite(step, aim, now, model)
         return paid - optimal_value(step, solve, loss, now, model)
 
-    if entropies is None or not _only_the_loss_moves(step, now, model, target):
-        return value_of(loss)
-    with torch.no_grad():
-        weight, price = _weights(step, now)
-        solution = solve(loss, now)
-        paid = torch.linalg.vecdot(target.flatten(-2), loss.to(model.dtype).flatten(-2))
-        # By duality, ⟨q, loss⟩ + psi(q) = ⟨initial, v⟩ - kappa sum q.
-        value = (
-            paid
-            + (weight * entropies[0]).sum(-1)
-            - solution.value[..., : len(model.initial)] @ model.initial
-        )
-        if not step.closed:
-            value = value + (price * (entropies[1] + solution.q.sum(-1))).sum(-1)
-        slope = target - solution.q
-    return _known(value_of, value, slope, loss)
+    found = step.compare(loss, t, warm_start, mdp, target, empirical=empirical)
+    return _known(value_of, found, loss)
 
 
-def _known(again: Callable[..., Tensor], value: Tensor, slope: Tensor, loss: Tensor) -> Tensor:
-    """Return a known value with its slope, unless losses on masked pairs are not finite."""
-    finite = bool(value.isfinite().all())
-    rule = Envelope(value, None, again, slope)
-    return Known.apply(rule, loss)[0] if finite else again(loss)
-
-
-def _only_the_loss_moves(step: FTRLStep, t: Tensor, mdp: LayeredMDP, *others: Tensor) -> bool:
-    """Return whether psi is an entropy, and autograd differentiates in nothing but the loss."""
-    hidden = values_are_hidden() or in_forward_mode()
-    if hidden or not step.in_logs or step.constraints is not None or mdp.batch_shape:
-        return False
-    own = step.parameters() if step.evaluator.names else ()
-    fixed = (t, *others, *own, *mdp.probabilities)
-    return not any(x.requires_grad for x in fixed)
-
-
-def _weights(step: FTRLStep, t: Tensor) -> Entropy:
-    """Return w and kappa of an entropy."""
-    return entropy_of(step.evaluator.composition, step.evaluator.composition.values(t))
+def _known(again: Callable[..., Tensor], found: Any, loss: Tensor) -> Tensor:
+    """Return a known value with its slope; if it is None, the value is computed."""
+    if found is None:
+        return again(loss)
+    value, slope = found
+    known: Tensor = Known.apply(Envelope(value, None, again, slope), loss)[0]
+    return known
 
 
 #: torch.compile divides the graph here, where more than the loss is differentiated.
@@ -511,9 +419,6 @@ def probability_table(mdp: LayeredMDP) -> Tensor:
     return torch.cat([p.expand(*mdp.batch_shape, -1) for p in parts], -1)
 
 
-known_table = remembered(probability_table)
-
-
 def arrivals(
     mdp: LayeredMDP, states: Tensor, actions: Tensor, seen: Tensor | None = None
 ) -> Tensor:
@@ -525,8 +430,7 @@ def arrivals(
     moves = pair[..., :-1] * mdp.num_states + states[..., 1:]
     wanted = torch.cat([states[..., :1] - mdp.num_states, moves], -1).long()
     entry = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
-    moving = values_are_hidden() or any(carries_derivative(p) for p in mdp.probabilities)
-    table = probability_table(mdp) if moving else known_table(mdp)
+    table = probability_table(mdp)
     batch = broadcast(table.shape[:-1], entry.shape[:-2])
     every = entry.expand(*batch, *entry.shape[-2:])
     found = table.expand(*batch, -1).gather(-1, every.flatten(-2)).view(every.shape)
@@ -621,58 +525,31 @@ def negative_log_likelihood(
         SolveError: as the step.
     """
     model = _model(step, mdp)
-    t = step.episode(t)
-    now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
-    given = _padded(model, states, actions)
-    find = partial(_demonstrated, model, *given)
-    found = find() if values_are_hidden() else known_about(model, "shown", find, *given)
-    seen, visits, flows = found
+    t, given = step.episode(t), _padded(model, states, actions)
 
     def value_of(loss: Tensor) -> Tensor:
+        seen = check_demonstrations(model, *given)
+        visits = _mean_visits(model, seen, *given)
+        now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
         solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
         kept = keep("pair", model, loss.to(model.dtype), 0.0)
-        if step.closed and step.constraints is None:
-            # log pi = (v - loss - P v) / w
-            z = visits / _weights(step, now).weight.unsqueeze(-1)
-            balance = flow_of(model).inflow(z) - z @ z.new_ones(z.shape[-1])
-            value = (z * kept).sum((-2, -1)) + (balance * solution.value).sum(-1)
-        else:
-            logs = _log_policy(step, solution, kept, now, model)
-            value = -(visits * torch.where(visits > 0, logs, 0.0)).sum((-2, -1))
+        logs = _log_policy(step, solution, kept, now, model)
+        value = -(visits * torch.where(visits > 0, logs, 0.0)).sum((-2, -1))
         if transitions:
-            moves = arrivals(model, *given, seen).log()
-            value = value - moves.sum(-1).mean(-1)
+            value = value - arrivals(model, *given, seen).log().sum(-1).mean(-1)
         return value
 
-    fast = flows and step.closed and not (transitions or step.regularizer.places())
-    if not (fast and _only_the_loss_moves(step, now, model)):
-        return value_of(loss)
-    # If the visits are an occupancy measure, v counts at the start only.
-    with torch.no_grad():
-        weight = _weights(step, now).weight
-        solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
-        paid = torch.linalg.vecdot(visits.flatten(-2), loss.to(model.dtype).flatten(-2))
-        value = (paid - solution.value[..., : len(model.initial)] @ model.initial) / weight.squeeze(
-            -1
-        )
-        slope = (visits - solution.q) / weight.unsqueeze(-1)
-    return _known(value_of, value, slope, loss)
+    fast = step.closed and not transitions
+    return _known(value_of, step.compare(loss, t, warm_start, mdp, *given) if fast else None, loss)
 
 
-def _demonstrated(
-    mdp: LayeredMDP, states: Tensor, actions: Tensor
-) -> tuple[Tensor | None, Tensor, bool]:
-    """Check trajectories; return which steps were observed (None for all) and the mean visits.
-
-    Return also whether the visits `(*batch, S, A)` are known to be an occupancy measure.
-    """
-    seen = check_demonstrations(mdp, states, actions)
+def _mean_visits(mdp: LayeredMDP, seen: Tensor | None, states: Tensor, actions: Tensor) -> Tensor:
+    """Return the mean visits of trajectories, `(*batch, S, A)`; `seen` are the observed steps."""
     share = torch.full((), 1 / states.shape[-2], dtype=mdp.dtype, device=mdp.device)
     share = share.expand(states.shape) if seen is None else torch.where(seen, share, 0.0)
     index = (states * mdp.num_actions + actions).clamp(min=0).flatten(-2).long()
     visits = share.new_zeros(*index.shape[:-1], mdp.actions.numel())
-    visits = visits.scatter_add(-1, index, share.flatten(-2)).unflatten(-1, mdp.actions.shape)
-    return seen, visits, not values_are_hidden() and _meets_probe(mdp, visits, False)
+    return visits.scatter_add(-1, index, share.flatten(-2)).unflatten(-1, mdp.actions.shape)
 
 
 def _padded(mdp: LayeredMDP, states: Trajectories, actions: Trajectories) -> tuple[Any, Any]:
@@ -697,7 +574,8 @@ def _log_policy(
 ) -> Tensor:
     """Return log pi `(*batch, S, A)`; values on masked pairs are meaningless."""
     if step.in_logs and step.constraints is None:  # a softmax; see torch_occ.step.entropic
-        weight = _weights(step, t).weight.unsqueeze(-1)
+        composition = step.evaluator.composition
+        weight = entropy_of(composition, composition.values(t)).weight.unsqueeze(-1)
         Q = loss + flow_of(mdp).lookahead(solution.value)
         return torch.where(mdp.actions, -Q / weight, -torch.inf).log_softmax(-1)
     return keep("pair", mdp, solution.q, 1.0).log() - solution.q.sum(-1, keepdim=True).log()

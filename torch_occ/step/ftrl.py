@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import Backend, check_backend, engine_takes, later
-from torch_occ._support.private import carries_derivative, forward_modes, inside_transform
+from torch_occ._support.private import (
+    carries_derivative,
+    forward_modes,
+    in_forward_mode,
+    inside_transform,
+)
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
 from torch_occ.regularizers.base import Regularizer, SeparableRegularizer
@@ -261,6 +266,23 @@ class FTRLStep(Frozen):
     def pull_back(self, *given: Any) -> list[Tensor] | None:
         """Return `CompiledStep.pull_back`, if it can be computed."""
         return None if self._compiled is None else self._compiled.pull_back(*given)
+
+    def compare(
+        self,
+        loss: Tensor,
+        t: Tensor | float,
+        warm_start: Tensor | None,
+        mdp: LayeredMDP | None,
+        *shown: Any,
+        empirical: bool = False,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return `CompiledStep.compare`, if it can be computed."""
+        hidden = inside_transform() or in_forward_mode()
+        if hidden or self._compiled is None or self.constraints is not None:
+            return None
+        start = self.interior if warm_start is None else warm_start
+        given = (graph.promote(loss, self.mdp), t, start, mdp)
+        return self._compiled.compare(*given, *shown, empirical=empirical)
 
     def _solve_in_torch(self, loss: Tensor, *given: Any, check: bool) -> Solution:
         setting, start, rank = self._prepare(loss, *given)
