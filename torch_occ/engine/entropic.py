@@ -572,24 +572,28 @@ class Aim(NamedTuple):
     error: Floats  # (N,), out: how far z is from what it must be; infinite if it cannot be used
 
 
-TARGET, LOG_TARGET = TRIAL, DQ  # of pairs: z and log z
+TARGET, LOGS = TRIAL, M  # of pairs: z; of states: sum_a z log z
 
 
 @routine
-def read_target(model: Model, aim: Aim, e: int, own: Floats) -> float:
+def read_target(model: Model, aim: Aim, e: int, own: Work) -> float:
     """Write z of element e into the row TARGET; return its error: infinite or zero."""
-    start, num_actions, num_pairs = model.start, model.num_actions, own.shape[1]
+    start, num_actions, num_pairs = model.start, model.num_actions, own.pairs.shape[1]
     _, count, horizon = aim.states.shape
     if count == 0:
         targets, logs = aim.targets.reshape(-1), aim.logs.reshape(-1)
         first = e * num_pairs if len(targets) > num_pairs else 0
-        for i in range(num_pairs):
-            own[TARGET, i] = targets[first + i]
-            own[LOG_TARGET, i] = logs[first + i]
+        for s in range(own.states.shape[1]):
+            total = 0.0
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                z = targets[first + i]
+                own.pairs[TARGET, i] = z
+                total += z * logs[first + i]
+            own.states[LOGS, s] = total
         return 0.0
     row = min(e, len(aim.states) - 1)
     for i in range(num_pairs):
-        own[TARGET, i], own[LOG_TARGET, i] = 0.0, 0.0
+        own.pairs[TARGET, i] = 0.0
     for j in range(count):
         before, ended = 0, False
         for k in range(horizon):
@@ -608,7 +612,7 @@ def read_target(model: Model, aim: Aim, e: int, own: Floats) -> float:
             before = s * num_actions + a
             if not (chance > 0.0 and model.exists[PAIR, before]):
                 return np.inf
-            own[TARGET, before] += 1.0 / count
+            own.pairs[TARGET, before] += 1.0 / count
     return 0.0
 
 
@@ -622,21 +626,20 @@ def compare(model: Model, solver: Solver, aim: Aim, elements: Ints, work: Work) 
     """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     for n in range(len(elements)):
-        lane(work.notes, n)[ERROR] = read_target(model, aim, elements[n], lane(pairs, n))
+        lane(work.notes, n)[ERROR] = read_target(model, aim, elements[n], lane(work, n))
     value, error, likelihood = 0.0, work.notes[ERROR], aim.states.shape[1] > 0
     for k in range(len(start) - 1):
         arrive(model, PAIR, k, work)
         layer = 0.0
         for s in span(start[k], start[k + 1]):
             weight, price = weight_at(solver.terms, solver.weights, s * num_actions)
-            mass, total, most, cross, logs = 0.0, 0.0, 0.0, 0.0, 0.0
+            mass, total, most, cross = 0.0, 0.0, 0.0, 0.0
             for i in span(s * num_actions, (s + 1) * num_actions):
                 z = pairs[TARGET, i]
                 mass, total, most = mass + pairs[PAIR, i], total + z, max(most, z)
                 if model.exists[PAIR, i]:
                     error = where(z >= 0.0, error, np.inf)
-                    cross += z * (pairs[LOG_TARGET, i] - pairs[LOG_POLICY, i])
-                    logs += z * pairs[LOG_TARGET, i]
+                    cross -= z * pairs[LOG_POLICY, i]
                 else:
                     error = max(error, abs(z))
             inflow, share, scale = states[U, s] if k > 0 else 0.0, 1.0, 1.0
@@ -645,6 +648,8 @@ def compare(model: Model, solver: Solver, aim: Aim, elements: Ints, work: Work) 
                 error = where(mass > DEAD, error, np.inf)
                 value += cross
             else:
+                logs = states[LOGS, s]
+                cross += logs
                 if anywhere(most < total):  # otherwise one action has all of it
                     logs = total * log(max(total, TINY))
                 off, outer = total - mass - inflow, logs - total * (1.0 + states[FOUND, s]) + mass

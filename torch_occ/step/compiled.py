@@ -292,7 +292,7 @@ class CompiledStep:
             if not (plain(shown[0]) and shape[-2:] == self.shape):
                 return None
             targets = rows(shown[0], batch, 2)
-            logs = np.log(np.maximum(targets, kernels.TINY))
+            logs = np.log(rows(shown[0].clamp(min=kernels.TINY), batch, 2))
             aim = kernels.Aim(targets, logs, _NOBODY, _NOBODY, empirical, value, error)
         else:
             if shape[-1:] != (len(world.mdp.layers),) or any(x.is_floating_point() for x in shown):
