@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torch_occ._support.constants import CONVERGED
 from torch_occ.engine.entropic import Aim as Aim
 from torch_occ.engine.entropic import compare, entropy_of, follow, linear, settle
 from torch_occ.engine.lanes import anywhere, in_lanes, lane, lanes_of
@@ -213,7 +214,9 @@ def solve_steps(
         else:
             good = good & entropy
             found = settle(model, solver, room.loss, good, work)
-            compare(model, solver, aim, order[group * lanes : (group + 1) * lanes], work)
+            solved = good & (found[0] == CONVERGED)
+            elements = order[group * lanes : (group + 1) * lanes]
+            compare(model, solver, aim, solved, elements, work)
         status, steps, decrement, flow, dual = found
         for n in range(lanes):
             e, own, own_v = order[group * lanes + n], lane(pairs, n), lane(work.states, n)

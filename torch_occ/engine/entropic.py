@@ -68,6 +68,7 @@ from torch_occ.engine.layout import (
     routine,
     span,
     successor,
+    unsigned,
 )
 from torch_occ.engine.linear import arrive, factorize, solve
 from torch_occ.engine.newton import (
@@ -562,8 +563,8 @@ linear = choose(in_logs, _solve_any_or_softly, _solve_any)
 class Aim(NamedTuple):
     """What solutions are compared with: targets z, or trajectories, whose mean visits are z."""
 
-    targets: Floats  # (N * S or S, A); empty with trajectories
-    logs: Floats  # (N * S or S, A), log z; kernels would compute them one by one
+    targets: Floats  # (N * S * A or S * A,); empty with trajectories
+    logs: Floats  # log z; kernels would compute them one by one
     # (N or 1, trajectories, L), numbers of all layers; -1 after the end of a trajectory
     states: Ints
     actions: Ints
@@ -575,22 +576,28 @@ class Aim(NamedTuple):
 TARGET, LOGS = TRIAL, M  # of pairs: z; of states: sum_a z log z
 
 
+@routine(inline=True)
+def read_targets(aim: Aim, elements: Ints, first: int, stop: int, s: int, work: Work) -> None:
+    """Write z of the pairs of state s into the row TARGET, and sum_a z log z into LOGS."""
+    num_pairs = work.pairs.shape[1]
+    for n in range(len(elements)):
+        begin = elements[n] * num_pairs if len(aim.targets) > num_pairs else 0
+        row, total = lane(work.pairs, n)[TARGET], 0.0
+        for i in span(first, stop):
+            z = aim.targets[unsigned(begin + i)]
+            row[i] = z
+            total += z * aim.logs[unsigned(begin + i)]
+        lane(work.states, n)[LOGS, s] = total
+
+
 @routine
-def read_target(model: Model, aim: Aim, e: int, own: Work) -> float:
-    """Write z of element e into the row TARGET; return its error: infinite or zero."""
+def read_paths(model: Model, aim: Aim, e: int, own: Work) -> float:
+    """Write the mean visits of element e into the row TARGET.
+
+    Return zero, or infinity if the MDP cannot produce a trajectory.
+    """
     start, num_actions, num_pairs = model.start, model.num_actions, own.pairs.shape[1]
     _, count, horizon = aim.states.shape
-    if count == 0:
-        targets, logs = aim.targets.reshape(-1), aim.logs.reshape(-1)
-        first = e * num_pairs if len(targets) > num_pairs else 0
-        for s in range(own.states.shape[1]):
-            total = 0.0
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                z = targets[first + i]
-                own.pairs[TARGET, i] = z
-                total += z * logs[first + i]
-            own.states[LOGS, s] = total
-        return 0.0
     row = min(e, len(aim.states) - 1)
     for i in range(num_pairs):
         own.pairs[TARGET, i] = 0.0
@@ -598,8 +605,8 @@ def read_target(model: Model, aim: Aim, e: int, own: Work) -> float:
         before, ended = 0, False
         for k in range(horizon):
             s, a = aim.states[row, j, k], aim.actions[row, j, k]
-            ended = ended or (s == -1 and a == -1)
-            if ended and s == -1 and a == -1:
+            if s == -1 and a == -1:
+                ended = True
                 continue
             if ended or s < start[k] or s >= start[k + 1] or a < 0 or a >= num_actions:
                 return np.inf
@@ -617,7 +624,9 @@ def read_target(model: Model, aim: Aim, e: int, own: Work) -> float:
 
 
 @routine(inline=True)
-def compare(model: Model, solver: Solver, aim: Aim, elements: Ints, work: Work) -> None:
+def compare(
+    model: Model, solver: Solver, aim: Aim, solved: Any, elements: Ints, work: Work
+) -> None:
     """Write the losses of solutions, and replace q by their derivatives by the predicted losses.
 
     For targets it is the Fenchel-Young loss, w sum z log(pi_z / pi) and so on, and z - q. For
@@ -625,15 +634,19 @@ def compare(model: Model, solver: Solver, aim: Aim, elements: Ints, work: Work) 
     inflow of this derivative.
     """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
-    for n in range(len(elements)):
-        lane(work.notes, n)[ERROR] = read_target(model, aim, elements[n], lane(work, n))
-    value, error, likelihood = 0.0, work.notes[ERROR], aim.states.shape[1] > 0
+    value, likelihood = 0.0, aim.states.shape[1] > 0
+    work.notes[ERROR] = 0.0
+    for n in range(len(elements) if likelihood else 0):
+        lane(work.notes, n)[ERROR] = read_paths(model, aim, elements[n], lane(work, n))
+    error = where(solved, work.notes[ERROR], np.inf)
     for k in range(len(start) - 1):
         arrive(model, PAIR, k, work)
         layer = 0.0
         for s in span(start[k], start[k + 1]):
             weight, price = weight_at(solver.terms, solver.weights, s * num_actions)
             mass, total, most, cross = 0.0, 0.0, 0.0, 0.0
+            if not likelihood:
+                read_targets(aim, elements, s * num_actions, (s + 1) * num_actions, s, work)
             for i in span(s * num_actions, (s + 1) * num_actions):
                 z = pairs[TARGET, i]
                 mass, total, most = mass + pairs[PAIR, i], total + z, max(most, z)

@@ -147,7 +147,7 @@ _ALONE = 16
 
 _ONLY = np.zeros(1, dtype=np.int64)
 
-_NOTHING, _NOBODY = np.zeros((0, 0)), np.zeros((0, 0, 0), dtype=np.int64)
+_NOTHING, _NOBODY = np.zeros(0), np.zeros((0, 0, 0), dtype=np.int64)
 
 
 class CompiledStep:
@@ -291,22 +291,22 @@ class CompiledStep:
         if len(shown) == 1:
             if not (plain(shown[0]) and shape[-2:] == self.shape):
                 return None
-            targets = rows(shown[0], batch, 2)
-            logs = np.log(rows(shown[0].clamp(min=kernels.TINY), batch, 2))
+            targets = rows(shown[0], batch, 2).reshape(-1)
+            logs = np.log(rows(shown[0].clamp(min=kernels.TINY), batch, 2)).reshape(-1)
             aim = kernels.Aim(targets, logs, _NOBODY, _NOBODY, empirical, value, error)
         else:
-            if shape[-1:] != (len(world.mdp.layers),) or any(x.is_floating_point() for x in shown):
+            if shape[-1:] != (len(world.mdp.layers),) or any(
+                x.dtype not in INTEGERS for x in shown
+            ):
                 return None
             paths = (x.long().reshape(-1, *shape[-2:]).numpy() for x in shown)
             aim = kernels.Aim(_NOTHING, _NOTHING, *paths, empirical, value, error)
         given = (rows(loss, batch, 2), rows(start, batch, 2), slope, v, certificate, None, aim)
         limits = (self.tolerance, self.options.max_steps)
         self.run(world, batch, kernels.solve_steps, terms, None, 0, *given, *limits)
-        if certificate[:, 0].any() or not error.max() <= 1e-6:
+        if not error.max() <= 1e-6:  # as of a linear-programming solver
             return None
-        return torch.from_numpy(value.reshape(batch)), torch.from_numpy(slope).view(
-            *batch, *self.shape
-        )
+        return torch.from_numpy(value.reshape(batch)), self.tensors(batch, slope, v)[0]
 
     def pull_back(
         self,
