@@ -16,22 +16,20 @@ from torch_occ._support.private import (
     values_are_hidden,
     with_autograd,
 )
-from torch_occ.mdp.checks import broadcast, check_that
-from torch_occ.mdp.layered import LayeredMDP, remembered
-from torch_occ.mdp.layers import DenseLayer
+from torch_occ.mdp.checks import check_that
+from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_of, flow_residual
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.terms import keep
 from torch_occ.step.entropic import entropy_of
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.step.graph import as_operator, facts_of, step_of
+from torch_occ.step.graph import as_operator, empty_solution, facts_of, step_of
 from torch_occ.step.implicit import Known
 from torch_occ.step.solution import (
     Budgets,
     Solution,
     check_like,
     element_of,
-    event_dims_of,
     place_of,
 )
 
@@ -109,74 +107,34 @@ def _check_budgets(mdp: LayeredMDP, target: Tensor, budgets: Budgets, tolerance:
         )
 
 
-# -- The regularized optimal value, min over q in Omega of ⟨q, loss⟩ + psi_t(q) --------------------
+# -- The Fenchel-Young loss of a target occupancy measure (Blondel, Martins and Niculae, 2020) -----
 #
-# First derivatives of ⟨q, loss⟩ + psi_t(q) - ⟨v, E q - b⟩ are those with q and v held fixed (the
-# envelope theorem): q for the loss, no linear system. For higher ones, the step is differentiated.
-
-
-def optimal_value(
-    step: FTRLStep, solve: Callable[..., Solution], loss: Tensor, t: Tensor, mdp: LayeredMDP
-) -> Tensor:
-    """Return ⟨q, loss⟩ + psi_t(q) at the solution of a step, `(*batch,)`.
-
-    It is differentiable, any number of times, in the loss, t, the parameters of psi and the
-    probabilities of the MDP. `solve` gets the loss and t, and perhaps the parameters of `Evaluator`
-    and an MDP with other probabilities.
-    """
-    evaluator = step.evaluator
-    count = 2 + len(evaluator.names)
-    differentiated = any(carries_derivative(p) for p in mdp.probabilities)
-
-    def value_of(solution: Solution | None, *given: Tensor) -> Tensor:
-        (loss, t, *parameters), rest = given[:count], given[count:]
-        model = mdp.with_probabilities(*rest) if rest else mdp
-        moves = solution is None
-        if solution is None:
-            solution = solve(loss, t, parameters, model if rest else None)
-        q, v = solution.q, solution.value
-        evaluate = evaluator.bind(parameters, t.expand(q.shape[:-2]))
-        psi = total(model, evaluate(evaluator.regularizer.read(model, q)))
-        value = (q * loss).sum((-2, -1)) + psi
-        return value - (v * flow_residual(model, q)).sum(-1) if rest or moves else value
-
-    given = (loss, t, *evaluator.parameters(t), *(mdp.probabilities if differentiated else ()))
-    if values_are_hidden() or in_forward_mode():
-        return value_of(None, *given)
-    with torch.no_grad():
-        solution = solve(loss, t)
-        value = value_of(solution, *given)
-    rule = Envelope(value, partial(value_of, solution), partial(value_of, None))
-    found: Tensor = Known.apply(rule, *given)[0]
-    return found
+# It is convex in the loss, nonnegative, and zero exactly if the step answers with the target. Its
+# gradient in the loss is target - q, and its second derivative is Pi (torch_occ.step.implicit).
+# First derivatives of the minimum are those of ⟨q, loss⟩ + psi_t(q) - ⟨v, E q - b⟩ with q and v
+# held fixed (the envelope theorem). For higher ones, the step is differentiated.
 
 
 class Envelope(NamedTuple):
-    """A rule of `Known` for a value whose slope, or first derivatives, are known."""
+    """A rule of `Known` for a value whose first derivatives need no derivative of the solution."""
 
     value: Tensor
-    once: Callable[..., Tensor] | None  # the value; only first derivatives are right
+    slope: Tensor  # the derivative in the first input
     again: Callable[..., Tensor]  # the value; derivatives of any order are right
-    slope: Tensor | None = None  # in the only input, instead of `once`
+    once: Callable[..., Tensor] | None = None  # the value; first derivatives are right
     kept: int = 0
 
     def outputs(self) -> tuple[Tensor]:
         return (self.value.detach(),)
 
-    def pull_back(self, _: Any, inputs: Sequence[Tensor], needed: Any, bars: Any) -> Any:
-        if self.slope is None:
+    def pull_back(self, _: Any, inputs: Sequence[Any], needed: Sequence[bool], bars: Any) -> Any:
+        if any(needed[1:]):
             return None
         found = bars[0].unsqueeze(-1).unsqueeze(-1) * self.slope
-        return [found.sum_to_size(inputs[0].shape).to(inputs[0].dtype)]
+        return [found.sum_to_size(inputs[0].shape).to(inputs[0].dtype), *[None] * len(needed[1:])]
 
     def replay(self, _: Any, inputs: Sequence[Tensor], bars: Any, more: bool) -> Any:
         return (self.once if self.once and not more else self.again)(*inputs), bars
-
-
-# -- The Fenchel-Young loss of a target occupancy measure (Blondel, Martins and Niculae, 2020) -----
-#
-# It is convex in the loss, nonnegative, and zero exactly if the step answers with the target. Its
-# gradient in the loss is target - q, and its second derivative is Pi (torch_occ.step.implicit).
 
 
 def _model(step: FTRLStep, mdp: LayeredMDP | None) -> LayeredMDP:
@@ -239,34 +197,55 @@ def fenchel_young_loss(
             return _between_graphs(step, loss, target, t, **named)
         now = torch.as_tensor(step.episode(t), dtype=facts.dtype, device=facts.device)
         return fenchel_young(step.name_in_graphs, loss, target, now, warm_start, empirical)[0]
-    model = _model(step, mdp)
-    t = step.episode(t)
+    model, evaluator, t = _model(step, mdp), step.evaluator, step.episode(t)
 
-    def value_of(loss: Tensor) -> Tensor:
+    def in_torch(loss: Tensor) -> Tensor:
         aim = check_target(model, target, step.constraints, empirical)
         now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
-
-        def solve(loss: Tensor, t: Tensor, parameters: Any = None, moved: Any = None) -> Solution:
-            if parameters is None:
-                return step.solve(loss, t, warm_start=warm_start, mdp=mdp)
-            given = (warm_start, moved or mdp, True, step.constraints)
-            return step.solve_at(parameters, loss, t, *given)
-
+        moving = model.probabilities if any(map(carries_derivative, model.probabilities)) else ()
         loss = keep("pair", model, loss.to(model.dtype), 0.0)
-        paid = (aim * loss).sum((-2, -1)) + _psi_if_finite(step, aim, now, model)
-        return paid - optimal_value(step, solve, loss, now, model)
+        given = (loss, aim, now, *evaluator.parameters(now), *moving)
+
+        def value_of(solution: Solution | None, *given: Tensor) -> Tensor:
+            (loss, aim, t, *parameters), moved = given[:count], given[count:]
+            own = model.with_probabilities(*moved) if moved else model
+            held = solution is not None and not moved
+            if solution is None:
+                other = own if moved else mdp
+                start = warm_start, other, True, step.constraints
+                solution = step.solve_at(parameters, loss, t, *start)
+            q, aim, loss = torch.broadcast_tensors(solution.q, aim, loss)
+            evaluate = evaluator.bind(parameters, t.expand(q.shape[:-2]))
+
+            def psi(q: Tensor) -> Tensor:
+                return total(own, evaluate(step.regularizer.read(own, q)))
+
+            constant = psi(aim)
+            finite = constant.detach().isfinite()
+            if values_are_hidden() or not bool(finite.all()):
+                # Derivatives of the infinite elements would be NaN, even behind a `where`.
+                inside = torch.where(finite[..., None, None], aim, step.interior)
+                constant = torch.where(finite, psi(inside), 0.0)
+            value = ((aim - q) * loss).sum((-2, -1)) + constant - psi(q)
+            return value if held else value + (solution.value * flow_residual(own, q)).sum(-1)
+
+        count = len(given) - len(moving)
+        if values_are_hidden() or in_forward_mode():
+            return value_of(None, *given)
+        with torch.no_grad():
+            solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
+            value = value_of(solution, *given)
+        again, once = (partial(value_of, x) for x in (None, solution))
+        return _known(Envelope(value, aim - solution.q, again, once), *given)
 
     found = step.compare(loss, t, warm_start, mdp, target, empirical=empirical)
-    return _known(value_of, found, loss)
+    return in_torch(loss) if found is None else _known(Envelope(*found, in_torch), loss)
 
 
-def _known(again: Callable[..., Tensor], found: Any, loss: Tensor) -> Tensor:
-    """Return a known value with its slope; if it is None, the value is computed."""
-    if found is None:
-        return again(loss)
-    value, slope = found
-    known: Tensor = Known.apply(Envelope(value, None, again, slope), loss)[0]
-    return known
+def _known(rule: Envelope, *inputs: Tensor) -> Tensor:
+    """Return a known value as a function of these inputs."""
+    found: Tensor = Known.apply(rule, *inputs)[0]
+    return found
 
 
 #: torch.compile divides the graph here, where more than the loss is differentiated.
@@ -274,12 +253,10 @@ _between_graphs = outside_graphs(fenchel_young_loss)
 
 
 def _empty_losses(name: str, loss: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    step, (target, t, start, _) = step_of(name), given
-    shapes = [x.shape[:-2] for x in (loss, target, start) if x is not None]
-    shapes += step.evaluator.batch_shapes(step.evaluator.parameters(t)).values()
-    batch = torch.broadcast_shapes(*shapes, t.shape, step.mdp.batch_shape)
-    slope = loss.new_empty(*batch, *loss.shape[-2:])
-    return loss.new_empty(batch, dtype=step.mdp.dtype), slope
+    target, t, start, _ = given
+    q, *_ = empty_solution(name, loss, t, start, step_of(name).evaluator.parameters(t), [])
+    slope = loss.new_empty(torch.broadcast_shapes(q.shape, target.shape))
+    return q.new_empty(slope.shape[:-2]), slope
 
 
 def _save_slope(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -315,18 +292,6 @@ def fenchel_young(
     return value.detach(), slope.contiguous()
 
 
-def _psi_if_finite(step: FTRLStep, target: Tensor, t: Tensor, mdp: LayeredMDP) -> Tensor:
-    """Return psi_t(target) with its derivatives, or zero for elements where it is not finite."""
-    psi = step.regularizer
-    value = psi(target, t, mdp)
-    finite = value.detach().isfinite()
-    if not values_are_hidden() and bool(finite.all()):
-        return value
-    # Derivatives of the infinite elements would be NaN, even behind a `where`.
-    inside = torch.where(finite[..., None, None], target, step.interior)
-    return torch.where(finite, psi(inside, t, mdp), 0.0)
-
-
 # -- Demonstrations: trajectories that the MDP must be able to produce, and their probabilities ----
 #
 # N trajectories are two tensors of integers `(*batch, N, L)`: the state in each layer, numbered
@@ -337,11 +302,11 @@ def _psi_if_finite(step: FTRLStep, target: Tensor, t: Tensor, mdp: LayeredMDP) -
 Trajectories = Tensor | Sequence[Any]
 
 
-def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> Tensor | None:
-    """Check that the MDP can produce the trajectories, where they were observed.
+def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+    """Check that the MDP can produce the trajectories, where they were observed; see `follow`.
 
-    Return which steps were, with numbers other than -1; None if all were. Inside transforms of
-    torch.func, where control flow cannot depend on values, only the shapes are checked.
+    Inside transforms of torch.func, where control flow cannot depend on values, only the shapes are
+    checked.
     """
     for name, x in (("states", states), ("actions", actions)):
         if not isinstance(x, Tensor) or x.dtype not in (torch.int64, torch.int32):
@@ -358,16 +323,10 @@ def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> Te
             f"got {tuple(actions.shape)}"
         )
     if values_are_hidden():
-        return None
+        return follow(mdp, states, actions)
     whole = (states != -1) | (actions != -1)
-    seen = None if bool(whole.all()) else whole
-    if seen is not None and (at := _first_wrong(seen[..., 1:] & ~seen[..., :-1])):
+    if at := _first_wrong(whole[..., 1:] & ~whole[..., :-1]):
         raise ValueError(f"states: {_place_of(at)} is -1, but a later step was observed")
-    inside = (actions >= 0) & (actions < mdp.num_actions)
-    exists = mdp.actions[states.clamp(0, mdp.num_states - 1), torch.where(inside, actions, 0)]
-    possible = arrivals(mdp, states, actions, seen).detach() > 0
-    if bool((possible & (inside & exists | ~whole)).all()):
-        return seen
     bounds = torch.tensor([(part.start, part.stop) for part in mdp.layer_slices])
     first, stop = bounds.to(states.device).unbind(-1)
     if at := _first_wrong(whole & ((states < first) | (states >= stop))):
@@ -376,12 +335,16 @@ def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> Te
             f"states: {_place_of(at)} is {int(states[at])}, which is not a state of this layer; "
             f"those are {here.start} to {here.stop - 1}"
         )
-    if at := _first_wrong(whole & ~(inside & exists)):
+    inside = (actions >= 0) & (actions < mdp.num_actions)
+    exists = inside & mdp.actions[states, torch.where(inside, actions, 0)]
+    if at := _first_wrong(whole & ~exists):
         raise ValueError(
             f"actions: {_place_of(at)} is {int(actions[at])}, an action that does not exist in "
             f"{mdp.locate(int(states[at]))}"
         )
-    at = _first_wrong(~possible)
+    visits, chances = follow(mdp, states, actions)
+    if not (at := _first_wrong(chances <= 0)):
+        return visits, chances
     why = "where no episode of this MDP begins"
     if at[-1] > 0:
         before = (*at[:-1], at[-1] - 1)
@@ -393,49 +356,23 @@ def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> Te
     )
 
 
-@remembered
-def moves_of(mdp: LayeredMDP) -> Tensor:
-    """Return the first states and the moves, in the order of `probabilities`, as sorted numbers.
+def follow(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean visits of trajectories, `(*batch, S, A)`, and the chance of each step.
 
-    A move from pair (s, a) to s' is (s A + a) S + s'; the first state s is s - S.
+    Chances are initial(s_0), P(s_1 | s_0, a_0), ..., `(*batch, N, L)`. They are differentiable in
+    the probabilities, and one where nothing was observed.
     """
-    found = [torch.arange(mdp.layer_sizes[0], device=mdp.device) - mdp.num_states]
-    for layer, here in zip(mdp.layers[:-1], mdp.layer_slices, strict=False):
-        n, num_actions, m = layer.sizes
-        if isinstance(layer, DenseLayer):
-            every = torch.arange(n * num_actions * m, device=mdp.device)
-            pair, following = every // m, every % m
-        else:
-            pair, following = layer.pattern.pair.long(), layer.pattern.next.long()
-        pair = pair + here.start * num_actions
-        found.append(pair * mdp.num_states + following + here.stop)
-    return torch.cat(found)
-
-
-def probability_table(mdp: LayeredMDP) -> Tensor:
-    """Return the initial distribution and all transitions as one table, `(*batch, moves)`."""
-    given = zip(mdp.probabilities[:-1], event_dims_of(mdp), strict=False)
-    parts = [p.flatten(-dims) for p, dims in given]
-    return torch.cat([p.expand(*mdp.batch_shape, -1) for p in parts], -1)
-
-
-def arrivals(
-    mdp: LayeredMDP, states: Tensor, actions: Tensor, seen: Tensor | None = None
-) -> Tensor:
-    """Return initial(s_0), P(s_1 | s_0, a_0), ... of each trajectory, `(*batch, N, L)`.
-
-    It is differentiable in the probabilities, and one where nothing was observed.
-    """
-    keys, pair = moves_of(mdp), states * mdp.num_actions + actions
-    moves = pair[..., :-1] * mdp.num_states + states[..., 1:]
-    wanted = torch.cat([states[..., :1] - mdp.num_states, moves], -1).long()
-    entry = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
-    table = probability_table(mdp)
-    batch = broadcast(table.shape[:-1], entry.shape[:-2])
-    every = entry.expand(*batch, *entry.shape[-2:])
-    found = table.expand(*batch, -1).gather(-1, every.flatten(-2)).view(every.shape)
-    found = torch.where(keys[entry] == wanted, found, 0.0)
-    return found if seen is None else torch.where(seen, found, 1.0)
+    visits, chances = [], []
+    chance, possible = mdp.initial.unsqueeze(-2), torch.arange(mdp.num_actions, device=mdp.device)
+    for k, (layer, here) in enumerate(zip(mdp.layers, mdp.layer_slices, strict=True)):
+        numbers = torch.arange(here.start, here.stop, device=mdp.device)
+        there = states[..., k, None] == numbers
+        chances.append(torch.where(states[..., k] == -1, 1.0, (there * chance).sum(-1)))
+        taken = there.unsqueeze(-1) & (actions[..., k, None, None] == possible)
+        visits.append(taken.to(mdp.dtype).mean(-3))
+        spread = layer.probabilities.unsqueeze(-1 - layer.event_dims)
+        chance = layer.with_probabilities(spread).arrive(taken.to(mdp.dtype))
+    return torch.cat(visits, -2), torch.stack(chances, -1)
 
 
 def _first_wrong(wrong: Tensor) -> tuple[int, ...]:
@@ -527,29 +464,18 @@ def negative_log_likelihood(
     model = _model(step, mdp)
     t, given = step.episode(t), _padded(model, states, actions)
 
-    def value_of(loss: Tensor) -> Tensor:
-        seen = check_demonstrations(model, *given)
-        visits = _mean_visits(model, seen, *given)
+    def in_torch(loss: Tensor) -> Tensor:
+        visits, chances = check_demonstrations(model, *given)
         now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
         solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
         kept = keep("pair", model, loss.to(model.dtype), 0.0)
         logs = _log_policy(step, solution, kept, now, model)
         value = -(visits * torch.where(visits > 0, logs, 0.0)).sum((-2, -1))
-        if transitions:
-            value = value - arrivals(model, *given, seen).log().sum(-1).mean(-1)
-        return value
+        return value - chances.log().sum(-1).mean(-1) if transitions else value
 
     fast = step.closed and not transitions
-    return _known(value_of, step.compare(loss, t, warm_start, mdp, *given) if fast else None, loss)
-
-
-def _mean_visits(mdp: LayeredMDP, seen: Tensor | None, states: Tensor, actions: Tensor) -> Tensor:
-    """Return the mean visits of trajectories, `(*batch, S, A)`; `seen` are the observed steps."""
-    share = torch.full((), 1 / states.shape[-2], dtype=mdp.dtype, device=mdp.device)
-    share = share.expand(states.shape) if seen is None else torch.where(seen, share, 0.0)
-    index = (states * mdp.num_actions + actions).clamp(min=0).flatten(-2).long()
-    visits = share.new_zeros(*index.shape[:-1], mdp.actions.numel())
-    return visits.scatter_add(-1, index, share.flatten(-2)).unflatten(-1, mdp.actions.shape)
+    found = step.compare(loss, t, warm_start, mdp, *given) if fast else None
+    return in_torch(loss) if found is None else _known(Envelope(*found, in_torch), loss)
 
 
 def _padded(mdp: LayeredMDP, states: Trajectories, actions: Trajectories) -> tuple[Any, Any]:

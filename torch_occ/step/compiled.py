@@ -147,7 +147,7 @@ _ALONE = 16
 
 _ONLY = np.zeros(1, dtype=np.int64)
 
-_NOTHING, _NOBODY = np.zeros(0), np.zeros((0, 0, 0), dtype=np.int64)
+_NO_TARGETS, _NO_PATHS = 2 * (np.zeros(0),), 2 * (np.zeros((0, 0, 0), dtype=np.int64),)
 
 
 class CompiledStep:
@@ -226,13 +226,10 @@ class CompiledStep:
             kernels.find_entropies(self.kinds, terms, entropies)
         q, v, certificate = self._empty(count, 5)
         given = (rows(loss, batch, 2), rows(start, batch, 2), q, v, certificate)
-        limits = (self.tolerance, self.options.max_steps)
         within = tuple(x.numpy() for x in own) or None
         m = own[1].shape[1] if own else 0
-        self.run(
-            *(world, batch, kernels.solve_steps, terms, entropies, m),
-            *(*given, within, None, *limits),
-        )
+        limits = (None, self.tolerance, self.options.max_steps)
+        self.run(world, batch, kernels.solve_steps, terms, entropies, m, *given, within, *limits)
         statuses = certificate[:, 0]
         if self.in_logs and not np.isfinite(q).all():
             lost = ~np.isfinite(q.reshape(count, -1)).all(-1)
@@ -258,53 +255,41 @@ class CompiledStep:
         return Solution(found[0], found[1], marks, True, y), converged
 
     def compare(
-        self,
-        loss: Tensor,
-        t: Tensor | float,
-        start: Tensor,
-        mdp: LayeredMDP | None,
-        *shown: Any,
-        empirical: bool,
+        self, loss: Tensor, t: Tensor | float, start: Tensor, mdp: Any, *shown: Any, empirical: bool
     ) -> tuple[Tensor, Tensor] | None:
         """Return losses of solutions and their slopes in the loss; see `engine.entropic.compare`.
 
         Args:
             shown: targets `(*batch, S, A)`, or states and actions `(*batch, N, L)`.
-            empirical: as in `fenchel_young_loss`.
 
         Returns:
             `(*batch,)` and `(*batch, S, A)`; None if an argument or the result is wrong, or if more
             than the loss is differentiated.
         """
+        given, shape = shown[0], getattr(shown[0], "shape", _SINGLE)
+        kinds = (torch.float64,) if len(shown) == 1 else (torch.int64, torch.int32)
+        fits = all(isinstance(x, Tensor) and x.dtype in kinds and x.shape == shape for x in shown)
         prepared = self._prepare(loss, t, start, mdp, None) if self.in_logs else None
-        if prepared is None or not all(isinstance(x, Tensor) for x in shown):
+        if prepared is None or not fits or shape[:-2] not in (_SINGLE, prepared[-1]):
             return None
         world, inputs, _, _, terms, batch = prepared
-        moving = any(isinstance(x, Tensor) and x.requires_grad for x in (*inputs, *shown))
-        shape = shown[0].shape
-        fits = shape[:-2] in (_SINGLE, batch) and all(x.shape == shape and x.is_cpu for x in shown)
-        if moving or world.tensors or world.batch_shape or not fits:
+        moving = any(isinstance(x, Tensor) and x.requires_grad for x in (*inputs, given))
+        if moving or world.tensors or world.batch_shape or not given.is_cpu:
             return None
-        count = batch.numel()
-        slope, v, certificate = self._empty(count, 5)
-        value, error = np.empty((2, count))
-        if len(shown) == 1:
-            if not (plain(shown[0]) and shape[-2:] == self.shape):
-                return None
-            targets = rows(shown[0], batch, 2).reshape(-1)
-            logs = np.log(rows(shown[0].clamp(min=kernels.TINY), batch, 2)).reshape(-1)
-            aim = kernels.Aim(targets, logs, _NOBODY, _NOBODY, empirical, value, error)
+        slope, v, certificate = self._empty(batch.numel(), 5)
+        value, error = np.empty((2, batch.numel()))
+        if len(shown) == 1 and shape[-2:] == self.shape:
+            logs = np.log(rows(given.clamp(min=kernels.TINY), batch, 2)).ravel()
+            found = (rows(given, batch, 2).ravel(), logs, *_NO_PATHS)
+        elif len(shown) == 2 and len(shape) > 1 and shape[-1] == world.mdp.horizon:
+            found = (*_NO_TARGETS, *(x.long().reshape(-1, *shape[-2:]).numpy() for x in shown))
         else:
-            if shape[-1:] != (len(world.mdp.layers),) or any(
-                x.dtype not in INTEGERS for x in shown
-            ):
-                return None
-            paths = (x.long().reshape(-1, *shape[-2:]).numpy() for x in shown)
-            aim = kernels.Aim(_NOTHING, _NOTHING, *paths, empirical, value, error)
-        given = (rows(loss, batch, 2), rows(start, batch, 2), slope, v, certificate, None, aim)
+            return None
+        aim = kernels.Aim(*found, empirical, value, error)
+        arguments = (rows(loss, batch, 2), rows(start, batch, 2), slope, v, certificate, None, aim)
         limits = (self.tolerance, self.options.max_steps)
-        self.run(world, batch, kernels.solve_steps, terms, None, 0, *given, *limits)
-        if not error.max() <= 1e-6:  # as of a linear-programming solver
+        self.run(world, batch, kernels.solve_steps, terms, None, 0, *arguments, *limits)
+        if not (error <= 1e-6).all():  # as of a linear-programming solver
             return None
         return torch.from_numpy(value.reshape(batch)), self.tensors(batch, slope, v)[0]
 

@@ -268,21 +268,14 @@ class FTRLStep(Frozen):
         return None if self._compiled is None else self._compiled.pull_back(*given)
 
     def compare(
-        self,
-        loss: Tensor,
-        t: Tensor | float,
-        warm_start: Tensor | None,
-        mdp: LayeredMDP | None,
-        *shown: Any,
-        empirical: bool = False,
+        self, loss: Tensor, t: Tensor | float, start: Tensor | None, *given: Any, **kind: bool
     ) -> tuple[Tensor, Tensor] | None:
         """Return `CompiledStep.compare`, if it can be computed."""
         hidden = inside_transform() or in_forward_mode()
         if hidden or self._compiled is None or self.constraints is not None:
             return None
-        start = self.interior if warm_start is None else warm_start
-        given = (graph.promote(loss, self.mdp), t, start, mdp)
-        return self._compiled.compare(*given, *shown, empirical=empirical)
+        loss, start = graph.promote(loss, self.mdp), self.interior if start is None else start
+        return self._compiled.compare(loss, t, start, *given, **kind)
 
     def _solve_in_torch(self, loss: Tensor, *given: Any, check: bool) -> Solution:
         setting, start, rank = self._prepare(loss, *given)
