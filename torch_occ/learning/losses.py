@@ -16,7 +16,7 @@ from torch_occ._support.private import (
     values_are_hidden,
     with_autograd,
 )
-from torch_occ.mdp.checks import check_that
+from torch_occ.mdp.checks import broadcast, check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_of, flow_residual
 from torch_occ.regularizers.base import total
@@ -362,17 +362,22 @@ def follow(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> tuple[Tensor, Te
     Chances are initial(s_0), P(s_1 | s_0, a_0), ..., `(*batch, N, L)`. They are differentiable in
     the probabilities, and one where nothing was observed.
     """
-    visits, chances = [], []
-    chance, possible = mdp.initial.unsqueeze(-2), torch.arange(mdp.num_actions, device=mdp.device)
-    for k, (layer, here) in enumerate(zip(mdp.layers, mdp.layer_slices, strict=True)):
-        numbers = torch.arange(here.start, here.stop, device=mdp.device)
-        there = states[..., k, None] == numbers
-        chances.append(torch.where(states[..., k] == -1, 1.0, (there * chance).sum(-1)))
-        taken = there.unsqueeze(-1) & (actions[..., k, None, None] == possible)
-        visits.append(taken.to(mdp.dtype).mean(-3))
-        spread = layer.probabilities.unsqueeze(-1 - layer.event_dims)
-        chance = layer.with_probabilities(spread).arrive(taken.to(mdp.dtype))
-    return torch.cat(visits, -2), torch.stack(chances, -1)
+    shape = (*broadcast(mdp.batch_shape, states.shape[:-2]), *states.shape[-2:])
+    seen, (S, A) = (states != -1).expand(shape), mdp.actions.shape
+    first = torch.tensor([part.start for part in mdp.layer_slices], device=mdp.device)
+    state = torch.where(seen, states - first, 0).long()  # in its layer
+    pair = state * A + torch.where(seen, actions, 0)
+    share, visits = seen.to(mdp.dtype) / shape[-2], mdp.initial.new_zeros(*shape[:-2], S * A)
+    visits = visits.scatter_add(-1, (pair + first * A).flatten(-2), share.flatten(-2))
+    chances, chance = [], mdp.initial.unsqueeze(-2)
+    for k, layer in enumerate(mdp.layers):
+        chances.append(chance.expand(*shape[:-1], -1).gather(-1, state[..., k, None]))
+        taken = chance.new_zeros(*shape[:-1], layer.sizes[0] * A)
+        taken = taken.scatter(-1, pair[..., k, None], 1.0).unflatten(-1, (-1, A))
+        p = layer.probabilities
+        p = p.unsqueeze(-1 - layer.event_dims) if layer.batch_shape else p
+        chance = layer.with_probabilities(p).arrive(taken)
+    return visits.unflatten(-1, (S, A)), torch.where(seen, torch.cat(chances, -1), 1.0)
 
 
 def _first_wrong(wrong: Tensor) -> tuple[int, ...]:
@@ -503,5 +508,7 @@ def _log_policy(
         composition = step.evaluator.composition
         weight = entropy_of(composition, composition.values(t)).weight.unsqueeze(-1)
         Q = loss + flow_of(mdp).lookahead(solution.value)
+        if step.closed:
+            return (solution.value.unsqueeze(-1) - Q) / weight
         return torch.where(mdp.actions, -Q / weight, -torch.inf).log_softmax(-1)
     return keep("pair", mdp, solution.q, 1.0).log() - solution.q.sum(-1, keepdim=True).log()

@@ -255,7 +255,13 @@ class CompiledStep:
         return Solution(found[0], found[1], marks, True, y), converged
 
     def compare(
-        self, loss: Tensor, t: Tensor | float, start: Tensor, mdp: Any, *shown: Any, empirical: bool
+        self,
+        loss: Tensor,
+        t: Tensor | float,
+        start: Tensor,
+        mdp: Any,
+        *shown: Any,
+        empirical: bool = False,
     ) -> tuple[Tensor, Tensor] | None:
         """Return losses of solutions and their slopes in the loss; see `engine.entropic.compare`.
 
