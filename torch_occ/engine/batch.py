@@ -39,7 +39,6 @@ from torch_occ.engine.layout import (
     inlined,
     kernel,
 )
-from torch_occ.engine.newton import TINY as TINY
 from torch_occ.engine.newton import make_budgets, retract
 from torch_occ.engine.psi import pair_with
 
@@ -212,11 +211,9 @@ def solve_steps(
         if aim is None:
             found = follow(model, solver, room.loss, good, work)
         else:
-            good = good & entropy
-            found = settle(model, solver, room.loss, good, work)
-            solved = good & (found[0] == CONVERGED)
+            found = settle(model, solver, room.loss, good & entropy, work)
             elements = order[group * lanes : (group + 1) * lanes]
-            compare(model, solver, aim, solved, elements, work)
+            compare(model, solver, aim, found[0] == CONVERGED, elements, work)
         status, steps, decrement, flow, dual = found
         for n in range(lanes):
             e, own, own_v = order[group * lanes + n], lane(pairs, n), lane(work.states, n)

@@ -576,20 +576,6 @@ class Aim(NamedTuple):
 TARGET, LOGS = TRIAL, M  # of pairs: z; of states: sum_a z log z
 
 
-@routine(inline=True)
-def read_targets(aim: Aim, elements: Ints, first: int, stop: int, s: int, work: Work) -> None:
-    """Write z of the pairs of state s into the row TARGET, and sum_a z log z into LOGS."""
-    num_pairs = work.pairs.shape[1]
-    for n in range(len(elements)):
-        begin = elements[n] * num_pairs if len(aim.targets) > num_pairs else 0
-        row, total = lane(work.pairs, n)[TARGET], 0.0
-        for i in span(first, stop):
-            z = aim.targets[unsigned(begin + i)]
-            row[i] = z
-            total += z * aim.logs[unsigned(begin + i)]
-        lane(work.states, n)[LOGS, s] = total
-
-
 @routine
 def read_paths(model: Model, aim: Aim, e: int, own: Work) -> float:
     """Write the mean visits of element e into the row TARGET.
@@ -645,8 +631,13 @@ def compare(
         for s in span(start[k], start[k + 1]):
             weight, price = weight_at(solver.terms, solver.weights, s * num_actions)
             mass, total, most, cross = 0.0, 0.0, 0.0, 0.0
-            if not likelihood:
-                read_targets(aim, elements, s * num_actions, (s + 1) * num_actions, s, work)
+            for n in range(0 if likelihood else len(elements)):
+                begin = elements[n] * pairs.shape[1] if len(aim.targets) > pairs.shape[1] else 0
+                row, logs = lane(pairs, n)[TARGET], 0.0
+                for i in span(s * num_actions, (s + 1) * num_actions):
+                    row[i] = aim.targets[unsigned(begin + i)]
+                    logs += row[i] * aim.logs[unsigned(begin + i)]
+                lane(states, n)[LOGS, s] = logs
             for i in span(s * num_actions, (s + 1) * num_actions):
                 z = pairs[TARGET, i]
                 mass, total, most = mass + pairs[PAIR, i], total + z, max(most, z)
@@ -661,12 +652,12 @@ def compare(
                 error = where(mass > DEAD, error, np.inf)
                 value += cross
             else:
-                logs = states[LOGS, s]
-                cross += logs
+                whole = states[LOGS, s]
+                cross += whole
                 if anywhere(most < total):  # otherwise one action has all of it
-                    logs = total * log(max(total, TINY))
-                off, outer = total - mass - inflow, logs - total * (1.0 + states[FOUND, s]) + mass
-                value += weight * (cross - logs) + price * outer + off * states[V, s]
+                    whole = total * log(max(total, TINY))
+                off, outer = total - mass - inflow, whole - total * (1.0 + states[FOUND, s]) + mass
+                value += weight * (cross - whole) + price * outer + off * states[V, s]
                 error = where(aim.empirical, error, max(error, abs(off)))
             layer += total
             for i in span(s * num_actions, (s + 1) * num_actions):

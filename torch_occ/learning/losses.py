@@ -23,7 +23,7 @@ from torch_occ.regularizers.base import total
 from torch_occ.regularizers.terms import keep
 from torch_occ.step.entropic import entropy_of
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.step.graph import as_operator, empty_solution, facts_of, step_of
+from torch_occ.step.graph import as_operator, empty_solution, facts_of, promote, step_of
 from torch_occ.step.implicit import Known
 from torch_occ.step.solution import (
     Budgets,
@@ -124,6 +124,11 @@ class Envelope(NamedTuple):
     once: Callable[..., Tensor] | None = None  # the value; first derivatives are right
     kept: int = 0
 
+    def of(self, *inputs: Tensor) -> Tensor:
+        """Return the value as a function of these inputs."""
+        found: Tensor = Known.apply(self, *inputs)[0]
+        return found
+
     def outputs(self) -> tuple[Tensor]:
         return (self.value.detach(),)
 
@@ -197,7 +202,8 @@ def fenchel_young_loss(
             return _between_graphs(step, loss, target, t, **named)
         now = torch.as_tensor(step.episode(t), dtype=facts.dtype, device=facts.device)
         return fenchel_young(step.name_in_graphs, loss, target, now, warm_start, empirical)[0]
-    model, evaluator, t = _model(step, mdp), step.evaluator, step.episode(t)
+    model, t = _model(step, mdp), step.episode(t)
+    evaluator, read = step.evaluator, step.regularizer.read
 
     def in_torch(loss: Tensor) -> Tensor:
         aim = check_target(model, target, step.constraints, empirical)
@@ -211,22 +217,18 @@ def fenchel_young_loss(
             own = model.with_probabilities(*moved) if moved else model
             held = solution is not None and not moved
             if solution is None:
-                other = own if moved else mdp
-                start = warm_start, other, True, step.constraints
-                solution = step.solve_at(parameters, loss, t, *start)
+                others = (warm_start, own if moved else mdp, True, step.constraints)
+                solution = step.solve_at(parameters, loss, t, *others)
             q, aim, loss = torch.broadcast_tensors(solution.q, aim, loss)
             evaluate = evaluator.bind(parameters, t.expand(q.shape[:-2]))
 
-            def psi(q: Tensor) -> Tensor:
-                return total(own, evaluate(step.regularizer.read(own, q)))
-
-            constant = psi(aim)
+            constant, cost = (total(own, evaluate(read(own, x))) for x in (aim, q))
             finite = constant.detach().isfinite()
             if values_are_hidden() or not bool(finite.all()):
                 # Derivatives of the infinite elements would be NaN, even behind a `where`.
                 inside = torch.where(finite[..., None, None], aim, step.interior)
-                constant = torch.where(finite, psi(inside), 0.0)
-            value = ((aim - q) * loss).sum((-2, -1)) + constant - psi(q)
+                constant = torch.where(finite, total(own, evaluate(read(own, inside))), 0.0)
+            value = ((aim - q) * loss).sum((-2, -1)) + constant - cost
             return value if held else value + (solution.value * flow_residual(own, q)).sum(-1)
 
         count = len(given) - len(moving)
@@ -236,16 +238,18 @@ def fenchel_young_loss(
             solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
             value = value_of(solution, *given)
         again, once = (partial(value_of, x) for x in (None, solution))
-        return _known(Envelope(value, aim - solution.q, again, once), *given)
+        return Envelope(value, aim - solution.q, again, once).of(*given)
 
-    found = step.compare(loss, t, warm_start, mdp, target, empirical=empirical)
-    return in_torch(loss) if found is None else _known(Envelope(*found, in_torch), loss)
+    return _compare(step, in_torch, loss, t, warm_start, mdp, target, empirical=empirical)
 
 
-def _known(rule: Envelope, *inputs: Tensor) -> Tensor:
-    """Return a known value as a function of these inputs."""
-    found: Tensor = Known.apply(rule, *inputs)[0]
-    return found
+def _compare(
+    step: FTRLStep, in_torch: Callable[[Tensor], Tensor], loss: Tensor, *given: Any, **kind: Any
+) -> Tensor:
+    """Return a loss as the engine computes it, or in torch where the engine does not."""
+    hidden = values_are_hidden() or in_forward_mode()
+    found = None if hidden else step.compare(loss, *given, **kind)
+    return in_torch(loss) if found is None else Envelope(*found, in_torch).of(loss)
 
 
 #: torch.compile divides the graph here, where more than the loss is differentiated.
@@ -302,7 +306,7 @@ def fenchel_young(
 Trajectories = Tensor | Sequence[Any]
 
 
-def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+def check_paths(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
     """Check that the MDP can produce the trajectories, where they were observed; see `follow`.
 
     Inside transforms of torch.func, where control flow cannot depend on values, only the shapes are
@@ -327,16 +331,15 @@ def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> tu
     whole = (states != -1) | (actions != -1)
     if at := _first_wrong(whole[..., 1:] & ~whole[..., :-1]):
         raise ValueError(f"states: {_place_of(at)} is -1, but a later step was observed")
-    bounds = torch.tensor([(part.start, part.stop) for part in mdp.layer_slices])
-    first, stop = bounds.to(states.device).unbind(-1)
-    if at := _first_wrong(whole & ((states < first) | (states >= stop))):
+    layers, near = torch.arange(mdp.horizon, device=mdp.device), states.clamp(0, mdp.num_states - 1)
+    if at := _first_wrong(whole & ((near != states) | (mdp.layer[near] != layers))):
         here = mdp.layer_slices[at[-1]]
         raise ValueError(
             f"states: {_place_of(at)} is {int(states[at])}, which is not a state of this layer; "
             f"those are {here.start} to {here.stop - 1}"
         )
     inside = (actions >= 0) & (actions < mdp.num_actions)
-    exists = inside & mdp.actions[states, torch.where(inside, actions, 0)]
+    exists = inside & mdp.actions[near, torch.where(inside, actions, 0)]
     if at := _first_wrong(whole & ~exists):
         raise ValueError(
             f"actions: {_place_of(at)} is {int(actions[at])}, an action that does not exist in "
@@ -348,9 +351,8 @@ def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> tu
     why = "where no episode of this MDP begins"
     if at[-1] > 0:
         before = (*at[:-1], at[-1] - 1)
-        why = (
-            f"which cannot follow {mdp.locate(int(states[before]))}, action {int(actions[before])}"
-        )
+        pair = f"{mdp.locate(int(states[before]))}, action {int(actions[before])}"
+        why = f"which cannot follow {pair}"
     raise ValueError(
         f"states: {_place_of(at)} is {int(states[at])} ({mdp.locate(int(states[at]))}), {why}"
     )
@@ -419,8 +421,7 @@ def expected_cost(
         SolveError, TypeError, ValueError: as the step; also if the cost has another shape.
     """
     model = _model(step, mdp)
-    if isinstance(cost, Tensor) and cost.is_floating_point():
-        cost = cost.to(model.dtype)
+    cost = promote(cost, model)
     check_like("cost", cost, model)
     q = step(loss, t, warm_start=warm_start, mdp=mdp)
     return (q * keep("pair", model, cost, 0.0)).sum((-2, -1))
@@ -470,7 +471,7 @@ def negative_log_likelihood(
     t, given = step.episode(t), _padded(model, states, actions)
 
     def in_torch(loss: Tensor) -> Tensor:
-        visits, chances = check_demonstrations(model, *given)
+        visits, chances = check_paths(model, *given)
         now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
         solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
         kept = keep("pair", model, loss.to(model.dtype), 0.0)
@@ -478,12 +479,12 @@ def negative_log_likelihood(
         value = -(visits * torch.where(visits > 0, logs, 0.0)).sum((-2, -1))
         return value - chances.log().sum(-1).mean(-1) if transitions else value
 
-    fast = step.closed and not transitions
-    found = step.compare(loss, t, warm_start, mdp, *given) if fast else None
-    return in_torch(loss) if found is None else _known(Envelope(*found, in_torch), loss)
+    if step.closed and not transitions:
+        return _compare(step, in_torch, loss, t, warm_start, mdp, *given)
+    return in_torch(loss)
 
 
-def _padded(mdp: LayeredMDP, states: Trajectories, actions: Trajectories) -> tuple[Any, Any]:
+def _padded(mdp: LayeredMDP, states: Trajectories, actions: Trajectories) -> tuple[Any, ...]:
     """Return lists of trajectories as tensors `(N, L)`, with -1 after their ends."""
     if not (isinstance(states, Sequence) and isinstance(actions, Sequence)):
         return states, actions
@@ -497,7 +498,7 @@ def _padded(mdp: LayeredMDP, states: Trajectories, actions: Trajectories) -> tup
         [torch.as_tensor(x).tolist() + [-1] * (mdp.horizon - len(x)) for x in part]
         for part in (states, actions)
     ]
-    return torch.tensor(rows[0], device=mdp.device), torch.tensor(rows[1], device=mdp.device)
+    return torch.tensor(rows, device=mdp.device).unbind()
 
 
 def _log_policy(

@@ -255,13 +255,7 @@ class CompiledStep:
         return Solution(found[0], found[1], marks, True, y), converged
 
     def compare(
-        self,
-        loss: Tensor,
-        t: Tensor | float,
-        start: Tensor,
-        mdp: Any,
-        *shown: Any,
-        empirical: bool = False,
+        self, loss: Tensor, t: Any, start: Tensor, mdp: Any, *shown: Any, empirical: bool = False
     ) -> tuple[Tensor, Tensor] | None:
         """Return losses of solutions and their slopes in the loss; see `engine.entropic.compare`.
 
@@ -285,7 +279,7 @@ class CompiledStep:
         slope, v, certificate = self._empty(batch.numel(), 5)
         value, error = np.empty((2, batch.numel()))
         if len(shown) == 1 and shape[-2:] == self.shape:
-            logs = np.log(rows(given.clamp(min=kernels.TINY), batch, 2)).ravel()
+            logs = np.log(rows(given.clamp(min=1e-300), batch, 2)).ravel()
             found = (rows(given, batch, 2).ravel(), logs, *_NO_PATHS)
         elif len(shown) == 2 and len(shape) > 1 and shape[-1] == world.mdp.horizon:
             found = (*_NO_TARGETS, *(x.long().reshape(-1, *shape[-2:]).numpy() for x in shown))
@@ -295,9 +289,8 @@ class CompiledStep:
         arguments = (rows(loss, batch, 2), rows(start, batch, 2), slope, v, certificate, None, aim)
         limits = (self.tolerance, self.options.max_steps)
         self.run(world, batch, kernels.solve_steps, terms, None, 0, *arguments, *limits)
-        if not (error <= 1e-6).all():  # as of a linear-programming solver
-            return None
-        return torch.from_numpy(value.reshape(batch)), self.tensors(batch, slope, v)[0]
+        result = torch.from_numpy(value.reshape(batch)), self.tensors(batch, slope, v)[0]
+        return result if (error <= 1e-6).all() else None  # as of a linear-programming solver
 
     def pull_back(
         self,

@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import Backend, check_backend, engine_takes, later
-from torch_occ._support.private import (
-    carries_derivative,
-    forward_modes,
-    in_forward_mode,
-    inside_transform,
-)
+from torch_occ._support.private import carries_derivative, forward_modes, inside_transform
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point
 from torch_occ.regularizers.base import Regularizer, SeparableRegularizer
@@ -268,11 +263,10 @@ class FTRLStep(Frozen):
         return None if self._compiled is None else self._compiled.pull_back(*given)
 
     def compare(
-        self, loss: Tensor, t: Tensor | float, start: Tensor | None, *given: Any, **kind: bool
+        self, loss: Tensor, t: Tensor | float, start: Tensor | None, *given: Any, **kind: Any
     ) -> tuple[Tensor, Tensor] | None:
         """Return `CompiledStep.compare`, if it can be computed."""
-        hidden = inside_transform() or in_forward_mode()
-        if hidden or self._compiled is None or self.constraints is not None:
+        if self._compiled is None or self.constraints is not None:
             return None
         loss, start = graph.promote(loss, self.mdp), self.interior if start is None else start
         return self._compiled.compare(loss, t, start, *given, **kind)
