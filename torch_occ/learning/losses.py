@@ -202,43 +202,42 @@ def fenchel_young_loss(
             return _between_graphs(step, loss, target, t, **named)
         now = torch.as_tensor(step.episode(t), dtype=facts.dtype, device=facts.device)
         return fenchel_young(step.name_in_graphs, loss, target, now, warm_start, empirical)[0]
-    model, t = _model(step, mdp), step.episode(t)
-    evaluator, read = step.evaluator, step.regularizer.read
+    model, evaluator, t = _model(step, mdp), step.evaluator, step.episode(t)
 
     def in_torch(loss: Tensor) -> Tensor:
         aim = check_target(model, target, step.constraints, empirical)
         now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
         moving = model.probabilities if any(map(carries_derivative, model.probabilities)) else ()
         loss = keep("pair", model, loss.to(model.dtype), 0.0)
-        given = (loss, aim, now, *evaluator.parameters(now), *moving)
+        constant = step.regularizer(aim, now, model)
+        finite = constant.detach().isfinite()
+        if values_are_hidden() or not bool(finite.all()):
+            # Derivatives of the infinite elements would be NaN, even behind a `where`.
+            inside = torch.where(finite[..., None, None], aim, step.interior)
+            constant = torch.where(finite, step.regularizer(inside, now, model), 0.0)
+        paid = (aim * loss).sum((-2, -1)) + constant
+        given = (loss, now, *evaluator.parameters(now), *moving)
+        count = len(given) - len(moving)
 
-        def value_of(solution: Solution | None, *given: Tensor) -> Tensor:
-            (loss, aim, t, *parameters), moved = given[:count], given[count:]
+        def least(solution: Solution | None, *given: Tensor) -> Tensor:
+            (loss, t, *parameters), moved = given[:count], given[count:]
             own = model.with_probabilities(*moved) if moved else model
             held = solution is not None and not moved
             if solution is None:
                 others = (warm_start, own if moved else mdp, True, step.constraints)
                 solution = step.solve_at(parameters, loss, t, *others)
-            q, aim, loss = torch.broadcast_tensors(solution.q, aim, loss)
+            q = solution.q
             evaluate = evaluator.bind(parameters, t.expand(q.shape[:-2]))
+            value = (q * loss).sum((-2, -1)) + total(own, evaluate(step.regularizer.read(own, q)))
+            return value if held else value - (solution.value * flow_residual(own, q)).sum(-1)
 
-            constant, cost = (total(own, evaluate(read(own, x))) for x in (aim, q))
-            finite = constant.detach().isfinite()
-            if values_are_hidden() or not bool(finite.all()):
-                # Derivatives of the infinite elements would be NaN, even behind a `where`.
-                inside = torch.where(finite[..., None, None], aim, step.interior)
-                constant = torch.where(finite, total(own, evaluate(read(own, inside))), 0.0)
-            value = ((aim - q) * loss).sum((-2, -1)) + constant - cost
-            return value if held else value + (solution.value * flow_residual(own, q)).sum(-1)
-
-        count = len(given) - len(moving)
         if values_are_hidden() or in_forward_mode():
-            return value_of(None, *given)
+            return paid - least(None, *given)
         with torch.no_grad():
             solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
-            value = value_of(solution, *given)
-        again, once = (partial(value_of, x) for x in (None, solution))
-        return Envelope(value, aim - solution.q, again, once).of(*given)
+            value = least(solution, *given)
+        again, once = (partial(least, x) for x in (None, solution))
+        return paid - Envelope(value, solution.q, again, once).of(*given)
 
     return _compare(step, in_torch, loss, t, warm_start, mdp, target, empirical=empirical)
 
@@ -498,7 +497,7 @@ def _padded(mdp: LayeredMDP, states: Trajectories, actions: Trajectories) -> tup
         [torch.as_tensor(x).tolist() + [-1] * (mdp.horizon - len(x)) for x in part]
         for part in (states, actions)
     ]
-    return torch.tensor(rows, device=mdp.device).unbind()
+    return tuple(torch.tensor(part, device=mdp.device) for part in rows)
 
 
 def _log_policy(
