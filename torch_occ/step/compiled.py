@@ -281,7 +281,7 @@ class CompiledStep:
         if len(shown) == 1 and shape[-2:] == self.shape:
             logs = np.log(rows(given.clamp(min=1e-300), batch, 2)).ravel()
             found = (rows(given, batch, 2).ravel(), logs, *_NO_PATHS)
-        elif len(shown) == 2 and len(shape) > 1 and shape[-1] == world.mdp.horizon:
+        elif len(shown) == 2 and given.numel() and shape[1:][-1:] == (world.mdp.horizon,):
             found = (*_NO_TARGETS, *(x.long().reshape(-1, *shape[-2:]).numpy() for x in shown))
         else:
             return None
