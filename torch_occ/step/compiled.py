@@ -146,6 +146,8 @@ _ALONE = 16
 
 _ONLY = np.zeros(1, dtype=np.int64)
 
+_NO_TARGETS, _NO_PATHS = 2 * (np.zeros(0),), 2 * (np.zeros((0, 0, 0), dtype=np.int64),)
+
 
 class CompiledStep:
     """min ⟨q, loss⟩ + psi_t(q) in compiled kernels, for tensors outside torch.func transforms."""
@@ -223,9 +225,9 @@ class CompiledStep:
             kernels.find_entropies(self.kinds, terms, entropies)
         q, v, certificate = self._empty(count, 5)
         given = (rows(loss, batch, 2), rows(start, batch, 2), q, v, certificate)
-        limits = (self.tolerance, self.options.max_steps)
         within = tuple(x.numpy() for x in own) or None
         m = own[1].shape[1] if own else 0
+        limits = (None, self.tolerance, self.options.max_steps)
         self.run(world, batch, kernels.solve_steps, terms, entropies, m, *given, within, *limits)
         statuses = certificate[:, 0]
         if self.in_logs and not np.isfinite(q).all():
@@ -250,6 +252,44 @@ class CompiledStep:
         marks = torch.from_numpy(certificate.reshape(*batch, 5))
         y = own[2].view(*batch, m) if own else None
         return Solution(found[0], found[1], marks, True, y), converged
+
+    def compare(
+        self, loss: Tensor, t: Any, start: Tensor, mdp: Any, *shown: Any, empirical: bool = False
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return losses of solutions and their slopes in the loss; see `engine.entropic.compare`.
+
+        Args:
+            shown: targets `(*batch, S, A)`, or states and actions `(*batch, N, L)`.
+
+        Returns:
+            `(*batch,)` and `(*batch, S, A)`; None if an argument or the result is wrong, or if more
+            than the loss is differentiated.
+        """
+        given, shape = shown[0], getattr(shown[0], "shape", _SINGLE)
+        kinds = (torch.float64,) if len(shown) == 1 else (torch.int64, torch.int32)
+        fits = all(isinstance(x, Tensor) and x.dtype in kinds and x.shape == shape for x in shown)
+        prepared = self._prepare(loss, t, start, mdp, None) if self.in_logs else None
+        if prepared is None or not fits or shape[:-2] not in (_SINGLE, prepared[-1]):
+            return None
+        world, inputs, _, _, terms, batch = prepared
+        moving = any(isinstance(x, Tensor) and x.requires_grad for x in (*inputs, given))
+        if moving or world.tensors or world.batch_shape or not given.is_cpu:
+            return None
+        slope, v, certificate = self._empty(batch.numel(), 5)
+        value, error = np.empty((2, batch.numel()))
+        if len(shown) == 1 and shape[-2:] == self.shape:
+            logs = np.log(rows(given.clamp(min=1e-300), batch, 2)).ravel()
+            found = (rows(given, batch, 2).ravel(), logs, *_NO_PATHS)
+        elif len(shown) == 2 and given.numel() and shape[1:][-1:] == (world.mdp.horizon,):
+            found = (*_NO_TARGETS, *(x.long().reshape(-1, *shape[-2:]).numpy() for x in shown))
+        else:
+            return None
+        aim = kernels.Aim(*found, empirical, value, error)
+        arguments = (rows(loss, batch, 2), rows(start, batch, 2), slope, v, certificate, None, aim)
+        limits = (self.tolerance, self.options.max_steps)
+        self.run(world, batch, kernels.solve_steps, terms, None, 0, *arguments, *limits)
+        result = torch.from_numpy(value.reshape(batch)), self.tensors(batch, slope, v)[0]
+        return result if (error <= 1e-6).all() else None  # as of a linear-programming solver
 
     def pull_back(
         self,
