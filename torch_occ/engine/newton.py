@@ -91,11 +91,14 @@ def descend(
     pairs, states, num_pairs = work.pairs, work.states, work.pairs.shape[1]
     stale, first = work.notes[at.ERROR], True
     status, steps, patience = MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
-    best, decrement = np.inf, np.inf
+    best, decrement, last = np.inf, np.inf, 0.0
     refresh = not (stale <= usable(work.notes[at.RECENT]))
     largest = shape_loss(model, loss, work)
     # Between pairs of large and small weight, a small error of the one is a large one of the other.
-    goal = 1e-2 * tolerance if varies(terms, weights) else tolerance
+    # So such a step ends with a Newton step that moves no pair by more than the tolerance.
+    goal, enough = tolerance, ROOT_EPS
+    if varies(terms, weights):
+        goal, enough = 1e-2 * tolerance, tolerance
     fine = not (EPS * largest <= COARSE * goal * least_unit(model, terms, weights))
     if anywhere(fine):
         shape_rarely(model, loss, fine, work)
@@ -130,7 +133,7 @@ def descend(
             progress = (moved < 0.5 * best) | (moved > 0.1)
             patience = where(progress, STALL_AFTER, patience - 1.0)
             best = min(best, moved)
-            done = ((moved <= ROOT_EPS) & (stale * moved <= LEFT)) | (patience == 0.0)
+            done = ((moved <= enough) & (stale * moved <= LEFT)) | (patience == 0.0)
             back = running & (done | (moved > SHORT))
             if anywhere(running & (fall > 0.5)):
                 shorten(model, fall > 0.5, work)
@@ -147,6 +150,7 @@ def descend(
             status = where(running & done, STALLED, status)  # until certified below
             decrement = where(running, squared, decrement)
             steps = where(running, steps + 1.0, steps)
+            last = where(running, moved, last)
             following = (stale + moved) * moved
             stale = where(running, stale + 2.0 * moved, stale)
             refresh = stale * following > LIKELY
@@ -155,6 +159,8 @@ def descend(
         work.notes[at.ERROR], work.notes[at.ROOTED] = stale, 1.0
         follow_multipliers(model, work)
         found = certify(model, complement, fine, work)
+        if varies(terms, weights):
+            found = max(found[0], last), found[1]
         dual, flow = where(wanted, found[0], dual), where(wanted, found[1], flow)
         paused = (status == MAX_STEPS) & (steps < max_steps)
         wanted = wanted & (paused | ((status == STALLED) & (not (dual <= goal))))

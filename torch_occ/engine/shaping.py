@@ -244,6 +244,13 @@ def unit_of(model: Model, i: int, complement: bool, pairs: Floats) -> Any:
     return unit
 
 
+@inlined
+def lost_at(i: int, s: int, work: Work) -> Any:
+    """The estimated rounding error of the objective's slope at a pair, apart from grad psi."""
+    seen = work.pairs[at.AHEAD, i]
+    return work.pairs[at.ROUNDING, i] + EPS * (abs(seen) + abs(work.states[at.V, s] - seen))
+
+
 @routine(inline=True)
 def certify(model: Model, complement: bool, fine: Any, work: Work) -> tuple[Any, Any]:
     """The dual and the flow residual at q, relative to q.
@@ -254,7 +261,10 @@ def certify(model: Model, complement: bool, fine: Any, work: Work) -> tuple[Any,
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     dual, flow, bad = 0.0, 0.0, 0.0
     for s in range(states.shape[1]):
-        total = 0.0
+        total, common = 0.0, 0.0
+        for i in span(s * num_actions, (s + 1) * num_actions if anywhere(fine) else 0):
+            common += pairs[at.INVERSE, i] * lost_at(i, s, work)
+        common *= states[at.SHARE, s]
         for i in span(s * num_actions, (s + 1) * num_actions):
             if model.exists[at.PAIR, i]:
                 total += pairs[at.PAIR, i]
@@ -267,10 +277,10 @@ def certify(model: Model, complement: bool, fine: Any, work: Work) -> tuple[Any,
                     size = abs(pairs[at.GRADIENT, i]) + abs(pairs[at.GAPS, i])
                     unit = max(unit, size + abs(shaping) + TINY)
                 elif anywhere(fine):
-                    # An error common to all actions of a state does not change q.
-                    own = 1.0 - pairs[at.INVERSE, i] * states[at.SHARE, s]
-                    lost = EPS * (abs(pairs[at.AHEAD, i]) + abs(shaping))
-                    residual += where(fine, (pairs[at.ROUNDING, i] + lost) * own, 0.0)
+                    # The form of `spread_errors` in torch_occ.step.newton.
+                    lost = lost_at(i, s, work)
+                    own = pairs[at.INVERSE, i] * states[at.SHARE, s] * lost
+                    residual += where(fine, (lost - own) + abs(common - own), 0.0)
                 error = abs(residual / unit)
                 bad += (error - error) + (unit - unit)  # 0 unless something is not finite
                 dual = max(dual, error)

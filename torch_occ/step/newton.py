@@ -381,10 +381,12 @@ def _descend(
     tolerance, uphill = options.tolerance_in(dtype), slope(psi, left_out)
     unit = keep("pair", mdp, psi.unit(q), torch.inf).abs()
     residual = _residual(mdp, uphill, unit, value)
-    lost = (shaped.rounding + eps * keep("pair", mdp, psi.gradient.abs(), 0.0)) / unit
-    rounding = lost.amax((-2, -1))
+    lost = shaped.rounding + eps * keep("pair", mdp, psi.gradient.abs(), 0.0)
+    rounding = (lost / unit).amax((-2, -1))
     if bool((rounding > tolerance * _COARSE).any()):
-        rounding = (_others(mdp, psi.hessian.curvature) * lost).amax((-2, -1))
+        softness = keep("pair", mdp, psi.hessian.curvature.reciprocal(), 0.0)
+        share = softness / softness.sum(-1, keepdim=True)
+        rounding = (spread_errors(lost, share) / unit).amax((-2, -1))
     dual_residual = torch.where(rounding > tolerance * _COARSE, residual + rounding, residual)
     flow_error = (flow_residual(mdp, q) / q.sum(-1)).abs().amax(-1)
     # An infinite curvature would make every residual zero.
@@ -447,14 +449,14 @@ def _step(mdp: LayeredMDP, q: Tensor, dq: Tensor, fall: Tensor, length: Tensor) 
     return torch.where(over(damped, 2), q * change, q + dq)
 
 
-def _others(mdp: LayeredMDP, curvature: Tensor) -> Tensor:
-    """Return 1 - (1/D) / sum(1/D), the share of the other actions in the sum of 1/D.
+def spread_errors(errors: Tensor, share: Tensor) -> Tensor:
+    """Return by how much errors of losses move q(s,a) at constant q(s), at most; `(*batch, S, A)`.
 
-    It is the response of q(s,a) to a change of its loss at constant q(s), relative to 1/D. A single
-    action does not respond at all, and one that dominates its state hardly does.
+    They count relative to their mean, with the share of each action in the sum of 1/D: an error of
+    all actions moves nothing. That of an action that dominates its state moves the others.
     """
-    softness = keep("pair", mdp, curvature.reciprocal(), 0.0)
-    return keep("rest", mdp, 1 - softness / softness.sum(-1, keepdim=True), 0.0)
+    own = share * errors
+    return (errors - own) + (own.sum(-1, keepdim=True) - own)
 
 
 def _residual(mdp: LayeredMDP, slope: Tensor, unit: Tensor, value: Tensor) -> Tensor:
