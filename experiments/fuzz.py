@@ -140,7 +140,7 @@ def examine(
 ) -> tuple[Floats, int]:
     """The errors of answers `(B,)`, NaN if they do not settle, and how many needed 60 digits.
 
-    Whoever is accused is: gaps of losses of 1e4 have 28 digits, which are few beside weights of 1e-22.
+    Who is accused is judged so, too.
     """
     errors = batch.errors(q, multipliers)
     left = np.flatnonzero(~(errors <= allowed))[:MOST]

@@ -13,6 +13,7 @@ import numpy as np
 
 from torch_occ._support.constants import (
     CONVERGED,
+    FINER,
     MAX_STEPS,
     NOT_CONVEX,
     NOT_FINITE,
@@ -88,18 +89,17 @@ def descend(
     factors and its multipliers, so its certificate does not depend on the others.
     """
     terms, weights, tolerance, max_steps, _, budgets = solver
+    enough = ROOT_EPS
+    if varies(terms, weights):
+        tolerance = FINER * tolerance
+        enough = tolerance
     pairs, states, num_pairs = work.pairs, work.states, work.pairs.shape[1]
     stale, first = work.notes[at.ERROR], True
     status, steps, patience = MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
-    best, decrement, last = np.inf, np.inf, 0.0
+    best, decrement = np.inf, np.inf
     refresh = not (stale <= usable(work.notes[at.RECENT]))
     largest = shape_loss(model, loss, work)
-    # Between pairs of large and small weight, a small error of the one is a large one of the other.
-    # So such a step ends with a Newton step that moves no pair by more than the tolerance.
-    goal, enough = tolerance, ROOT_EPS
-    if varies(terms, weights):
-        goal, enough = 1e-2 * tolerance, tolerance
-    fine = not (EPS * largest <= COARSE * goal * least_unit(model, terms, weights))
+    fine = not (EPS * largest <= COARSE * tolerance * least_unit(model, terms, weights))
     if anywhere(fine):
         shape_rarely(model, loss, fine, work)
     complement = uses(terms, at.COMPLEMENT)
@@ -150,7 +150,6 @@ def descend(
             status = where(running & done, STALLED, status)  # until certified below
             decrement = where(running, squared, decrement)
             steps = where(running, steps + 1.0, steps)
-            last = where(running, moved, last)
             following = (stale + moved) * moved
             stale = where(running, stale + 2.0 * moved, stale)
             refresh = stale * following > LIKELY
@@ -159,11 +158,9 @@ def descend(
         work.notes[at.ERROR], work.notes[at.ROOTED] = stale, 1.0
         follow_multipliers(model, work)
         found = certify(model, complement, fine, work)
-        if varies(terms, weights):
-            found = max(found[0], last), found[1]
         dual, flow = where(wanted, found[0], dual), where(wanted, found[1], flow)
         paused = (status == MAX_STEPS) & (steps < max_steps)
-        wanted = wanted & (paused | ((status == STALLED) & (not (dual <= goal))))
+        wanted = wanted & (paused | ((status == STALLED) & (not (dual <= tolerance))))
         if left == 0 or budgets is not None or not anywhere(wanted):
             break
         # Rounding errors of the multipliers count. Shaped by them, the loss has none.

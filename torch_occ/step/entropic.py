@@ -343,10 +343,10 @@ def _iterate(
     if bool(large.any()):
         error = invert_jacobian(mdp, entropy, found)(off)
         off = torch.where(large, error, off)
-        # The multipliers are multiples of kappa g, and have its rounding errors.
-        size = torch.where(large, found.value.abs(), 0.0)
-        rounding = shaped.rounding + eps / 2 * flow_of(mdp).lookahead(size)
-        shaped = shaped._replace(rounding=rounding)
+        # The multipliers have the rounding errors of kappa g.
+        noise = eps / 2 * flow_of(mdp).lookahead(torch.where(large, entropy.price * guess.abs(), 0))
+        noise = torch.where(q > torch.finfo(q.dtype).tiny, noise, 0.0)
+        shaped = shaped._replace(rounding=shaped.rounding + noise)
     dual = share * (off.abs() / error_unit(found.log_state)).amax(-1)
     dual = torch.maximum(dual, rounding_error(shaped, q, entropy.weight))
     flow = _flow_error(q, flow_of(mdp).inflow(q) + flow_source(mdp))
