@@ -36,10 +36,6 @@ RESTARTS = 3
 #: The iteration has stalled after this many Newton steps that do not halve the relative change.
 STALL_AFTER = 6
 
-#: The factor of the tolerance where parameters depend on the pair: between pairs of large and small
-#: weight, a small relative error of the one is a large one of the other.
-FINER = 1e-2
-
 #: Two numbers whose order decides between actions are tied if their relative difference is less
 #: than this; then the action with the lowest index is chosen. In symmetric problems, rounding would
 #: break ties differently on every backend and machine. Real differences are hardly ever this small.

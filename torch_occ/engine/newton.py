@@ -13,7 +13,6 @@ import numpy as np
 
 from torch_occ._support.constants import (
     CONVERGED,
-    FINER,
     MAX_STEPS,
     NOT_CONVEX,
     NOT_FINITE,
@@ -63,6 +62,8 @@ WORTH, CALM = 1e-3, 5e-3
 SHORT = 1e-2
 #: Losses are shaped by `shape_finely` if rounding could exceed this fraction of the tolerance.
 COARSE = 0.25
+#: The factor of the residual where parameters depend on the pair.
+MARGIN = 1e2
 #: How often the loss is shaped again by the multipliers found: after FIRST steps at the latest, and
 #: then after NEXT steps.
 REFINEMENTS, FIRST, NEXT = 20, 40.0, 5.0
@@ -89,17 +90,16 @@ def descend(
     factors and its multipliers, so its certificate does not depend on the others.
     """
     terms, weights, tolerance, max_steps, _, budgets = solver
-    enough = ROOT_EPS
-    if varies(terms, weights):
-        tolerance = FINER * tolerance
-        enough = tolerance
+    margin, enough, last = 1.0, ROOT_EPS, 0.0
+    if varies(terms, weights):  # `steady` in torch_occ.step.solution.Options
+        margin, enough = MARGIN, tolerance
     pairs, states, num_pairs = work.pairs, work.states, work.pairs.shape[1]
     stale, first = work.notes[at.ERROR], True
     status, steps, patience = MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
     best, decrement = np.inf, np.inf
     refresh = not (stale <= usable(work.notes[at.RECENT]))
     largest = shape_loss(model, loss, work)
-    fine = not (EPS * largest <= COARSE * tolerance * least_unit(model, terms, weights))
+    fine = not (margin * EPS * largest <= COARSE * tolerance * least_unit(model, terms, weights))
     if anywhere(fine):
         shape_rarely(model, loss, fine, work)
     complement = uses(terms, at.COMPLEMENT)
@@ -150,6 +150,7 @@ def descend(
             status = where(running & done, STALLED, status)  # until certified below
             decrement = where(running, squared, decrement)
             steps = where(running, steps + 1.0, steps)
+            last = where(running, moved, last)
             following = (stale + moved) * moved
             stale = where(running, stale + 2.0 * moved, stale)
             refresh = stale * following > LIKELY
@@ -158,7 +159,8 @@ def descend(
         work.notes[at.ERROR], work.notes[at.ROOTED] = stale, 1.0
         follow_multipliers(model, work)
         found = certify(model, complement, fine, work)
-        dual, flow = where(wanted, found[0], dual), where(wanted, found[1], flow)
+        error = max(margin * found[0], last) if margin > 1.0 else found[0]
+        dual, flow = where(wanted, error, dual), where(wanted, found[1], flow)
         paused = (status == MAX_STEPS) & (steps < max_steps)
         wanted = wanted & (paused | ((status == STALLED) & (not (dual <= tolerance))))
         if left == 0 or budgets is not None or not anywhere(wanted):

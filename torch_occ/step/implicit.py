@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from torch_occ._support.constants import FINER
 from torch_occ._support.private import (
     in_forward_mode,
     inside_transform,
@@ -206,10 +205,7 @@ class Stationarity(Equation):
             bound.validate(x, start)
         batch = bound.batch_shape(x.shape[:-2], start.shape[:-2])
         flow, loss = flow_of(bound.mdp, batch.numel()), -x.expand(*batch, *x.shape[-2:])
-        options, dtype = self.options, loss.dtype
-        if bound.evaluator.regularizer.places():
-            finer = max(FINER * options.tolerance_in(dtype), 50 * torch.finfo(dtype).eps)
-            options = replace(options, tolerance=finer)
+        options = replace(self.options, steady=bool(bound.evaluator.regularizer.places()))
         solution = newton(flow, bound.deriver(batch), loss, start, options)
         report(bool(self.check), solution)
         return solution[:3]

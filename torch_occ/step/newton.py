@@ -310,9 +310,10 @@ def _descend(
 
     The third result is v without what belongs to slopes in 1 - q, `(*batch, S)`.
     """
-    mdp, dtype = flow.mdp, shaped.gaps.dtype
+    mdp, dtype, tolerance = flow.mdp, shaped.gaps.dtype, options.tolerance_in(shaped.gaps.dtype)
     eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).tiny / torch.finfo(dtype).eps
     source, nothing = flow_source(mdp), torch.zeros_like(shaped.value)
+    enough = tolerance if options.steady else eps**0.5
 
     def retract(q: Tensor) -> Tensor:
         policy = q / q.sum(-1, keepdim=True)
@@ -374,11 +375,11 @@ def _descend(
         patience = torch.where((moved < 0.5 * best) | (moved > 0.1), STALL_AFTER, patience - 1)
         best = torch.minimum(best, moved)
         # STALLED becomes CONVERGED below if the solution is certified.
-        running = stop(running, (moved <= eps**0.5) | (patience == 0), Status.STALLED)
+        running = stop(running, (moved <= enough) | (patience == 0), Status.STALLED)
         if not bool(running.any()):
             break
 
-    tolerance, uphill = options.tolerance_in(dtype), slope(psi, left_out)
+    uphill = slope(psi, left_out)
     unit = keep("pair", mdp, psi.unit(q), torch.inf).abs()
     residual = _residual(mdp, uphill, unit, value)
     lost = shaped.rounding + eps * keep("pair", mdp, psi.gradient.abs(), 0.0)
@@ -388,6 +389,8 @@ def _descend(
         share = softness / softness.sum(-1, keepdim=True)
         rounding = (spread_errors(lost, share) / unit).amax((-2, -1))
     dual_residual = torch.where(rounding > tolerance * _COARSE, residual + rounding, residual)
+    if options.steady:
+        dual_residual = torch.maximum(dual_residual, moved)
     flow_error = (flow_residual(mdp, q) / q.sum(-1)).abs().amax(-1)
     # An infinite curvature would make every residual zero.
     overflow = keep("pair", mdp, unit, 0.0).isinf().any(-1).any(-1)
