@@ -90,9 +90,7 @@ def descend(
     factors and its multipliers, so its certificate does not depend on the others.
     """
     terms, weights, tolerance, max_steps, _, budgets = solver
-    margin, enough, last = 1.0, ROOT_EPS, 0.0
-    if varies(terms, weights):  # `steady` in torch_occ.step.solution.Options
-        margin, enough = MARGIN, tolerance
+    margin, last = MARGIN if varies(terms, weights) else 1.0, 0.0
     pairs, states, num_pairs = work.pairs, work.states, work.pairs.shape[1]
     stale, first = work.notes[at.ERROR], True
     status, steps, patience = MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
@@ -102,6 +100,9 @@ def descend(
     fine = not (margin * EPS * largest <= COARSE * tolerance * least_unit(model, terms, weights))
     if anywhere(fine):
         shape_rarely(model, loss, fine, work)
+    # As `steady` in torch_occ.step.solution.Options, where digits are scarce.
+    steady = fine & (margin > 1.0)
+    enough = where(steady, tolerance, ROOT_EPS)
     complement = uses(terms, at.COMPLEMENT)
     # How far q has moved since its derivatives were computed.
     moved = where((stale < np.inf) & (work.notes[at.ROOTED] > 0.0), 0.0, np.inf)
@@ -159,7 +160,7 @@ def descend(
         work.notes[at.ERROR], work.notes[at.ROOTED] = stale, 1.0
         follow_multipliers(model, work)
         found = certify(model, complement, fine, work)
-        error = max(margin * found[0], last) if margin > 1.0 else found[0]
+        error = where(steady, max(margin * found[0], last), margin * found[0])
         dual, flow = where(wanted, error, dual), where(wanted, found[1], flow)
         paused = (status == MAX_STEPS) & (steps < max_steps)
         wanted = wanted & (paused | ((status == STALLED) & (not (dual <= tolerance))))

@@ -394,7 +394,7 @@ class BudgetedSetting(Setting):
         return join([super().source, -self.limits], 1)
 
     def shape(self, loss: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-        """Return gaps in place of a loss beside which prices would lose digits, and what v lacks."""
+        """Return gaps in place of a loss beside which prices lose digits, and what v lacks."""
         weights = self.evaluator.composition.weigh([spread_batch(self.t), *self.parameters]).terms
         least = min((float(torch.as_tensor(x).abs().min()) for x in weights), default=0.0)
         loss = keep("pair", self.mdp, loss, 0.0)

@@ -279,7 +279,8 @@ def newton(
     psi_t, and the start is the occupancy of an interior policy.
     """
     share = max(_PAUSE, options.max_steps // (1 + _REFINEMENTS))
-    first = replace(options, max_steps=min(options.max_steps, share))
+    finer = replace(options, max_steps=min(options.max_steps, share))
+    first = replace(finer, steady=False)
     solution, rounding, base = _descend(flow, derive, shape_loss(flow.mdp, loss), start, first)
     ended = (solution.status == Status.STALLED) | solution.converged
     again = ended & (rounding > options.tolerance_in(loss.dtype) * _COARSE)
@@ -291,7 +292,7 @@ def newton(
         # Sums of losses along an episode have too few digits for the certificate. Compute them
         # again without rounding errors, and then relative to the multipliers found.
         shaped = recenter(flow.mdp, loss, base) if count else shape_finely(flow.mdp, loss)
-        found, _, more = _descend(flow, derive, shaped, solution.q, first)
+        found, _, more = _descend(flow, derive, shaped, solution.q, finer)
         found.certificate[..., 1] += solution.certificate[..., 1]  # steps
         better = found.dual_residual < solution.dual_residual
         better = again & (better | paused) if count else again

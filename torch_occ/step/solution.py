@@ -58,8 +58,8 @@ class Options:
         tolerance: the largest dual residual that counts as converged; by default eps^(2/3), which
             is 4e-11 in double precision.
         max_steps: the largest number of Newton steps.
-        steady: whether the last Newton step must be within the tolerance, too. Between pairs of
-            large and small weight, a small residual of the one is a large error of the other.
+        steady: whether the last Newton step must be within the tolerance, too, where digits are
+            scarce. Beside pairs of large weight, a small residual may be a large error of others.
 
     Raises:
         ValueError: if the tolerance is not positive, or max_steps is below 1.
