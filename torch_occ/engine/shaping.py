@@ -244,13 +244,6 @@ def unit_of(model: Model, i: int, complement: bool, pairs: Floats) -> Any:
     return unit
 
 
-@inlined
-def lost_at(i: int, s: int, work: Work) -> Any:
-    """The estimated rounding error of the objective's slope at a pair, apart from grad psi."""
-    seen = work.pairs[at.AHEAD, i]
-    return work.pairs[at.ROUNDING, i] + EPS * (abs(seen) + abs(work.states[at.V, s] - seen))
-
-
 @routine(inline=True)
 def certify(model: Model, complement: bool, fine: Any, work: Work) -> tuple[Any, Any]:
     """The dual and the flow residual at q, relative to q.
@@ -263,8 +256,7 @@ def certify(model: Model, complement: bool, fine: Any, work: Work) -> tuple[Any,
     for s in range(states.shape[1]):
         total, common = 0.0, 0.0
         for i in span(s * num_actions, (s + 1) * num_actions if anywhere(fine) else 0):
-            common += pairs[at.INVERSE, i] * lost_at(i, s, work)
-        common *= states[at.SHARE, s]
+            common += pairs[at.INVERSE, i] * states[at.SHARE, s] * pairs[at.ROUNDING, i]
         for i in span(s * num_actions, (s + 1) * num_actions):
             if model.exists[at.PAIR, i]:
                 total += pairs[at.PAIR, i]
@@ -278,9 +270,10 @@ def certify(model: Model, complement: bool, fine: Any, work: Work) -> tuple[Any,
                     unit = max(unit, size + abs(shaping) + TINY)
                 elif anywhere(fine):
                     # The form of `spread_errors` in torch_occ.step.newton.
-                    lost = lost_at(i, s, work)
-                    own = pairs[at.INVERSE, i] * states[at.SHARE, s] * lost
-                    residual += where(fine, (lost - own) + abs(common - own), 0.0)
+                    own = pairs[at.INVERSE, i] * states[at.SHARE, s]
+                    lost = EPS * (abs(pairs[at.AHEAD, i]) + abs(shaping)) + pairs[at.ROUNDING, i]
+                    mean = abs(common - own * pairs[at.ROUNDING, i])
+                    residual += where(fine, lost * (1.0 - own) + mean, 0.0)
                 error = abs(residual / unit)
                 bad += (error - error) + (unit - unit)  # 0 unless something is not finite
                 dual = max(dual, error)
