@@ -92,7 +92,7 @@ from torch_occ.game.callbacks import ProgressBar as ProgressBar
 from torch_occ.game.callbacks import TensorBoard as TensorBoard
 from torch_occ.game.history import History as History
 from torch_occ.game.simulate import simulate as simulate
-from torch_occ.game.comparing import compare_learners as compare_learners
+from torch_occ.game.simulate import compare_learners as compare_learners
 
 # Games with imperfect information
 from torch_occ.games.tree import ExtensiveGame as ExtensiveGame
@@ -101,7 +101,7 @@ from torch_occ.games.play import self_play as self_play
 
 # Forecasts of the regret, and tuning
 from torch_occ.tuning.forecast import forecast as forecast
-from torch_occ.tuning.forecast import leap as leap
+from torch_occ.tuning.leaps import leap as leap
 from torch_occ.tuning.tune import tune as tune
 from torch_occ.tuning.tune import recommended as recommended
 

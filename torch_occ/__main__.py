@@ -13,7 +13,6 @@ from collections.abc import Callable
 import torch
 
 import torch_occ as occ
-from torch_occ._support import compiling
 
 
 def tasks() -> dict[str, Callable[[], object]]:
@@ -49,10 +48,8 @@ def command(arguments: list[str] | None = None) -> None:
     parser.parse_args(arguments)
     todo, begun = tasks(), time.perf_counter()
     for number, (name, run) in enumerate(todo.items(), 1):
-        compiling.place = f" ({number} of {len(todo)})"
         print(f"{number} of {len(todo)}: {name}", flush=True)
         run()
-    compiling.place = ""
     print(f"ready after {time.perf_counter() - begun:.0f} s", flush=True)
 
 

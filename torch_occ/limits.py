@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -126,33 +126,28 @@ def excursions_of(mdp: LayeredMDP, mean: Tensor) -> Excursions:
             f"of regret is computed with a table of {count:,} x {num_actions} x {count:,} numbers, "
             f"and {LARGEST:,} are the most; use a smaller MDP"
         )
-    starts, onward = [], np.zeros((count, num_actions, count))
-    ends = [0, *torch.stack([part.sum() for part in mdp.split(hidden, 0)]).cumsum(0).tolist()]
-    layers = [slice(*both) for both in pairwise(ends)]
-    slices = (*mdp.layer_slices, slice(0))
-    for k, layer in enumerate(mdp.layers):
-        into, here = hidden[slices[k + 1]], slices[k]
-        rows = torch.zeros(here.stop - here.start, num_actions, 0, dtype=torch.float64)
-        if bool(into.any()):
-            rows = layer.dense.detach()[..., into]  # (S_k, A, hidden states of layer k + 1)
+
+    def by_layer(mask: Tensor) -> list[slice]:
+        """The entries or the hidden states of each layer."""
+        sizes = [int(part.sum()) for part in mdp.split(mask, 0)]
+        return [slice(*both) for both in pairwise(accumulate(sizes, initial=0))]
+
+    first, onward = np.zeros((int(entry.sum()), count)), np.zeros((count, num_actions, count))
+    entries, layers = by_layer(entry), by_layer(hidden)
+    for k, (here, there) in enumerate(pairwise(mdp.layer_slices)):
+        if bool(hidden[there].any()):  # other layers are not made dense
+            rows = mdp.layers[k].dense.detach()[..., hidden[there]]
             onward[layers[k], :, layers[k + 1]] = rows[hidden[here]]
-        chosen = np.zeros((int(entry[here].sum()), count))
-        chosen[:, ends[k + 1] : ends[k + 1] + rows.shape[-1]] = rows[entry[here]]
-        starts.append(chosen)
+            first[entries[k], layers[k + 1]] = rows[entry[here]]
 
     def vector(table: Tensor) -> NDArray[Any]:
         """The variables of a table `(S, A)`."""
         return torch.cat([table[entry], table[hidden].flatten()]).numpy()
 
-    return Excursions(
-        vector(torch.arange(entry.numel()).view(entry.shape)),
-        vector(torch.where(mdp.actions, mean, 0.0)),
-        vector(plan.gaps),
-        vector(mdp.actions),
-        np.concatenate(starts),
-        onward,
-        layers,
-    )
+    numbers = torch.arange(entry.numel()).view(entry.shape)
+    tables = numbers, torch.where(mdp.actions, mean, 0.0), plan.gaps, mdp.actions
+    pairs, means, gaps, exists = map(vector, tables)
+    return Excursions(pairs, means, gaps, exists, first, onward, layers)
 
 
 # -- The alternative that the fewest observations rule out, by branch and bound --------------------
@@ -299,8 +294,7 @@ class Search(NamedTuple):
         mean = self.excursions.mean[variables]
         d = tilt(mean, np.exp(log_theta)[:, None] * w / self.n[variables])
         rows = np.zeros((len(w), len(self.n)))
-        told = np.where(w > 0, information(mean, d), 0.0)
-        np.add.at(rows, (np.arange(len(w))[:, None], variables), told)
+        rows[np.arange(len(w))[:, None], variables] = np.where(w > 0, information(mean, d), 0.0)
         return rows
 
 
@@ -374,11 +368,7 @@ def lower_bound(
     if len(excursions.onward):
         n, found = _by_cutting_planes(excursions, visits, tolerance, budget, max_rounds)
     else:
-        told, possible = (
-            information(excursions.mean, excursions.gap),
-            excursions.gap < excursions.mean,
-        )
-        n = np.divide(1.0, told, out=np.zeros_like(told), where=possible)
+        n = 1.0 / information(excursions.mean, excursions.gap)  # 0 if no table has such a loss
         value = float(excursions.gap @ n)
         found = LowerBound(value, value, visits, 0, True, "closed form")
     visits.view(-1).numpy()[excursions.pairs] = np.where(excursions.exists, n, 0.0)

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from torch_occ._support.choices import extra
 from torch_occ._support.files import markdown
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import flow_source
 from torch_occ.regularizers.base import Composition, Regularizer
 from torch_occ.regularizers.parameters import fit
 from torch_occ.regularizers.terms import Log, Power
@@ -82,11 +84,9 @@ def atoms(regularizer: Regularizer, t: Tensor | float) -> dict[Atom, Tensor]:
 
 def on_pairs(mdp: LayeredMDP, loss: Tensor) -> Tensor:
     """The loss on the N existing pairs, `(*batch, N)`."""
-    if loss.shape[-2:] != mdp.actions.shape or not bool(loss[..., mdp.actions].isfinite().all()):
-        raise ValueError(
-            f"loss: expected finite values of shape (*batch, {mdp.num_states}, {mdp.num_actions}), "
-            f"got {loss}"
-        )
+    expected = f"finite values of shape (*batch, {mdp.num_states}, {mdp.num_actions})"
+    fine = loss.shape[-2:] == mdp.actions.shape and loss[..., mdp.actions].isfinite().all()
+    check_that(bool(fine), "loss", expected, loss)
     return loss[..., mdp.actions]
 
 
@@ -98,25 +98,20 @@ def spread(mdp: LayeredMDP, x: Tensor) -> Tensor:
 
 def flow_constraints(mdp: LayeredMDP) -> tuple[Tensor, Tensor]:
     """The sparse matrix E `(S, N)` over the existing pairs, and b `(S,)`."""
-    if mdp.batch_shape:
-        raise ValueError(
-            f"mdp: expected a single MDP, got a batch of shape {tuple(mdp.batch_shape)}"
-        )
+    batch = tuple(mdp.batch_shape)
+    check_that(not batch, "mdp", "a single MDP", f"a batch of shape {batch}")
     state = mdp.actions.nonzero()[:, 0]
     number = mdp.actions.flatten().cumsum(0) - 1  # the index of each pair among the existing ones
     rows, columns = [state], [torch.arange(len(state))]
     values = [torch.ones(len(state), dtype=mdp.dtype)]
     slices = pairwise(mdp.layer_slices)
-    for (here, there), layer in zip(slices, mdp.to_sparse().layers, strict=False):
-        entries = layer.tensor.detach()
-        rows.append(there.start + entries.indices()[1])
-        columns.append(number[here.start * mdp.num_actions + entries.indices()[0]])
-        values.append(-entries.values())
+    for (here, there), p in zip(slices, mdp.to_sparse().transitions, strict=False):
+        rows.append(there.start + p.indices()[1])
+        columns.append(number[here.start * mdp.num_actions + p.indices()[0]])
+        values.append(-p.detach().values())
     index, shape = torch.stack([torch.cat(rows), torch.cat(columns)]), (mdp.num_states, len(state))
     E = torch.sparse_coo_tensor(index, torch.cat(values), shape, check_invariants=False).coalesce()
-    b = torch.zeros(mdp.num_states, dtype=mdp.dtype)
-    b[: mdp.layer_sizes[0]] = mdp.initial.detach()
-    return E, b
+    return E, flow_source(mdp).detach()
 
 
 def state_in_cvxpy(

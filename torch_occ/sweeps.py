@@ -136,11 +136,10 @@ def sweep(
     configs = _named(function, cells)
     files_of = {name: store / f"{name}.jsonl" for name in configs}
     found = {name: _read_cell(x, configs[name]) for name, x in files_of.items() if x.exists()}
-    missing, failures = [name for name in configs if name not in found], list[Failure]()
+    failures = list[Failure]()
     token = uuid.uuid4().hex  # unique, so that Dask does not reuse results of an earlier sweep
-
-    def submit(workers: Any, name: str) -> Any:
-        return workers.submit(attempt, function, configs[name], str(checkpoints / name), token)
+    missing = [name for name in configs if name not in found]
+    tasks = {x: (attempt, function, configs[x], str(checkpoints / x), token) for x in missing}
 
     def log(name: str) -> None:
         if tensorboard:
@@ -152,7 +151,7 @@ def sweep(
     with (
         sigterm_raises(),
         progress_bar(len(configs), len(found), "cell") if shown else nullcontext() as bar,
-        closing(_run(executor, processes, submit, missing, bar)) as work,
+        closing(_run(executor, processes, tasks, bar)) as work,
     ):
         for name, outcome in work:
             if isinstance(outcome, Failure):
@@ -182,9 +181,6 @@ def sweep(
 # -- workers ---------------------------------------------------------------------------------------
 
 
-Outcomes = Generator[tuple[str, dict[str, Any] | Failure], None, None]
-
-
 def attempt(
     function: Function, config: Config, checkpoint: str, _: str
 ) -> dict[str, Any] | Failure:
@@ -212,30 +208,30 @@ def attempt(
 
 
 def _run(
-    executor: Any, processes: int, submit: Callable[[Any, str], Any], waiting: list[str], bar: Any
-) -> Outcomes:
+    executor: Any, processes: int, tasks: dict[str, tuple[Any, ...]], bar: Any
+) -> Generator[tuple[str, dict[str, Any] | Failure], None, None]:
     """Yield the name of each cell with its outcome, from the executor or from local processes.
 
     Each local process is a pool of its own, because one that dies takes its pool along. Its cell is
     run once more. If this is left by an exception, cells get SIGTERM, upon which `simulate` saves.
     """
+    waiting, died = [*tasks], set[str]()
     running: dict[str, tuple[Any, Any]] = {}  # the future, and who runs it
-    died: set[str] = set()
-    local = range(0 if executor is not None else min(processes, len(waiting)))
-    pools = [_process() for _ in local]
-    idle = [executor] * len(waiting) if executor is not None else list(pools)
+    local = executor is None
+    pools = [_process() for _ in range(min(processes, len(tasks)) if local else 0)]
+    idle = [*pools] if local else [executor] * len(tasks)
     try:
         while waiting or running:
             while waiting and idle:
                 name, workers = waiting.pop(0), idle.pop()
-                running[name] = submit(workers, name), workers
+                running[name] = workers.submit(*tasks[name]), workers
             broken, finished = None, [name for name in running if running[name][0].done()]
             for name in finished:
                 future, workers = running[name]
                 try:
                     outcome = future.result()
                 except (futures.CancelledError, futures.BrokenExecutor) as error:
-                    if executor is not None:
+                    if not local:
                         broken = error
                         continue
                     pools.append(workers := _process())

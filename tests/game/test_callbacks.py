@@ -10,8 +10,7 @@ from PIL import Image
 
 import torch_occ as occ
 from torch_occ._support.choices import wants_bar
-from torch_occ.game.callbacks import parameters
-from torch_occ.game.figures import configuration, describe
+from torch_occ.game.callbacks import configuration, describe, parameters
 from torch_occ.game.history import band
 from torch_occ.game.simulate import Simulation
 

@@ -14,7 +14,7 @@ import torch_occ as occ
 from torch_occ import Status
 from torch_occ.engine.layout import PAIR, kernel
 from torch_occ.reference import clarabel
-from torch_occ.rivals import projection
+from torch_occ.rivals import uob_reps
 from torch_occ.rivals.beliefs import entries
 from torch_occ.step.arrays import model_of
 
@@ -25,7 +25,7 @@ Case = namedtuple("Case", ["q", "rows", "lower", "upper", "loss", "rate"])
 
 
 class Given(NamedTuple):
-    """What `projection.project` reads of a learner."""
+    """What `uob_reps.project` reads of a learner."""
 
     q: Any
     rows: Any
@@ -36,19 +36,19 @@ class Given(NamedTuple):
     learning_rate: float
     tolerance: float
     max_steps: int
-    scratch: projection.Scratch
+    scratch: uob_reps.Scratch
 
 
 @kernel
 def run(model, given, certificate):
-    found = projection.project(model, given)
+    found = uob_reps.project(model, given)
     for k in range(4):
         certificate[k] = found[k]
     for i in range(len(given.q)):
         if model.exists[PAIR, i]:
-            given.q[i] = given.scratch.pairs[projection.FOUND, i]
+            given.q[i] = given.scratch.pairs[uob_reps.FOUND, i]
             for e in range(given.entry[i], given.entry[i + 1]):
-                given.rows[e] = given.scratch.rows[projection.P, e]
+                given.rows[e] = given.scratch.rows[uob_reps.P, e]
 
 
 def project(mdp, q, rows, lower, upper, loss, rate, max_steps=200):
@@ -60,7 +60,7 @@ def project(mdp, q, rows, lower, upper, loss, rate, max_steps=200):
     certificate = loss.new_zeros(4)
     tables = (x.numpy().reshape(-1) for x in (q, rows, lower, upper))
     limits = (float(rate), 2.0**-35, max_steps)  # eps^(2/3)
-    scratch = projection.make_scratch(model.start, entry)
+    scratch = uob_reps.make_scratch(model.start, entry)
     given = Given(*tables, entry, loss.numpy().reshape(-1), *limits, scratch)
     run(model, given, certificate.numpy())
     return certificate

@@ -2,10 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
-from threads import THREADS
-from zoo import REGULARIZERS, played_regrets, random_problem
+from scipy import stats
+from zoo import played_regrets, random_problem
 
 import torch_occ as occ
 from torch_occ.tuning import leaps
@@ -62,34 +63,44 @@ def test_leaping_forecasts_the_under_regularized_corner(estimator):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_particle_has_the_same_bits_beside_any_others(threads):
+def test_the_same_seed_gives_the_same_bits():
     mdp, mean = random_problem()
     psi = occ.ConditionalEntropy() / occ.InverseSqrt(0.3) + occ.LogBarrier(0.5)
     losses = occ.SwitchingLosses(torch.stack([mean, 1 - mean]), 300, noise="uniform")
-    torch.set_num_threads(threads)
-    try:
-        runs = [occ.leap(mdp, psi, losses, 2000, particles=n, seed=7) for n in (17, 1, 3, 8)]
-    finally:
-        torch.set_num_threads(THREADS)
-    whole = runs[0]
-    assert len(set(whole.leaps[:8].tolist())) > 1  # some lanes wait for others
-    for run in runs[1:]:
-        assert torch.equal(run.regret, whole.regret[: len(run.regret)])
-        assert torch.equal(run.leaps, whole.leaps[: len(run.regret)])
-
-
-@pytest.mark.parametrize("regularizer", ["jin_luo", "per_place"])
-def test_lanes_leap_as_single_particles_do(regularizer, monkeypatch):
-    """From the same random numbers."""
-    mdp, mean = random_problem()
-    runs = []
-    for lanes in (8, None):
-        monkeypatch.setattr(leaps, "lanes_in", lambda *_, lanes=lanes: lanes)
-        psi = REGULARIZERS[regularizer](mdp)
-        runs.append(occ.leap(mdp, psi, mean, 300, particles=10))
+    runs = [occ.leap(mdp, psi, losses, 2000, particles=5, seed=seed) for seed in (7, 7, 8)]
+    assert torch.equal(runs[0].regret, runs[1].regret)
     assert torch.equal(runs[0].leaps, runs[1].leaps)
-    torch.testing.assert_close(runs[0].regret, runs[1].regret, rtol=1e-9, atol=1e-9)
+    assert not torch.equal(runs[0].regret[:, -1], runs[2].regret[:, -1])
+
+
+@pytest.mark.parametrize(
+    ("own", "noise"), [("schedule", "uniform"), ("regularizer", "none"), ("estimator", "bernoulli")]
+)
+def test_what_users_write_leaps_as_it_plays(own, noise):
+    mdp, mean = random_problem()
+    psi = occ.jin_luo(mdp, beta=1.0)
+    psi = {"schedule": occ.Tsallis() / Slow() + occ.LogBarrier(1.0), "regularizer": PerState()}.get(
+        own, psi
+    )
+    estimator = Halfway() if own == "estimator" else None
+    losses = occ.game.losses.Stationary(mean, noise)
+    played = occ.simulate(mdp, occ.FTRL(mdp, psi, estimator), losses, 60, range(64))
+    found = occ.leap(mdp, psi, losses, 60, estimator=estimator, particles=256, accuracy=0.1)
+    assert apart(found.regret[:, -1], played.regret[:, -1]) < 4
+
+
+@pytest.mark.parametrize(("count", "p"), [(7, 0.9), (400, 0.01), (1000, 0.3), (10**12, 0.25)])
+def test_visits_have_their_distribution(count, p):
+    mdp = occ.LayeredMDP([torch.ones(1, 2, 1, dtype=torch.float64)])
+    q = torch.tensor([[[p, 1 - p]]], dtype=torch.float64).expand(20_000, 1, 2)
+    length = torch.full((20_000,), float(count), dtype=torch.float64)
+    found = leaps.Draw(mdp, 0).visits(length, q)[:, 0].numpy()
+    assert (found.sum(-1) == count).all()
+    expected = stats.binom(count, p)
+    edges = np.unique(expected.ppf(np.linspace(0, 1, 31)[1:-1]))
+    shares = np.diff(np.concatenate([[0.0], expected.cdf(edges), [1.0]]))
+    cells = np.bincount(np.searchsorted(edges, found[:, 0]), minlength=len(shares))
+    assert stats.chisquare(cells[shares > 0], 20_000 * shares[shares > 0]).pvalue > 1e-3
 
 
 def test_phases_are_leapt_through_against_the_best_policy_in_hindsight():

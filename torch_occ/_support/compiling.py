@@ -28,8 +28,13 @@ from typing import Any
 import numba
 from numba import types
 
-from torch_occ._support import private
-from torch_occ._support.private import caching
+from torch_occ._support.private import (
+    Compiler,
+    JITCodeLibrary,
+    caching,
+    compile_result,
+    parse_bitcode,
+)
 from torch_occ._support.version import VERSION
 
 _SUPPORT = Path(__file__).parent
@@ -45,9 +50,8 @@ SOURCES = (
 
 def stamp_of(sources: Sequence[Path]) -> str:
     """A hash of the files, their names, and the versions of torch_occ, Numba and llvmlite."""
-    digest = hashlib.sha256(
-        f"{VERSION} {numba.__version__} {private.llvmlite.__version__}".encode()
-    )
+    llvmlite = sys.modules["llvmlite"]
+    digest = hashlib.sha256(f"{VERSION} {numba.__version__} {llvmlite.__version__}".encode())
     for source in sources:
         # A frozen program has no source files; its version is enough.
         content = source.read_bytes() if source.exists() else b""
@@ -77,12 +81,26 @@ def _nowhere(reason: str) -> None:
 # -- compiling -------------------------------------------------------------------------------------
 
 
-class KernelCompiler(private.Compiler):
-    """Numba's compiler, with less work: look-ups are remembered, and garbage is kept."""
+#: Passes of Numba for expressions of whole arrays, list comprehensions and closures.
+_UNUSED = {"nopython_rewrites", "inline_closure_likes"}
+
+
+class KernelCompiler(Compiler):
+    """Numba's compiler, with less work: look-ups are remembered, garbage is kept, passes left out.
+
+    So kernels have no expressions of whole arrays, list comprehensions or closures.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.state.typingctx = _Remembering(self.state.typingctx, self.state.flags)
+
+    def define_pipelines(self) -> Any:
+        pipelines = super().define_pipelines()
+        for pipeline in pipelines:
+            pipeline.passes = [x for x in pipeline.passes if x[0].name() not in _UNUSED]
+            pipeline.finalize()
+        return pipelines
 
     def compile_extra(self, function: Any) -> Any:
         with _compiling(function.__name__):
@@ -104,7 +122,7 @@ class RoutineCompiler(KernelCompiler):
         return super().compile_extra(function)
 
 
-class _RoutineLibrary(private.JITCodeLibrary):
+class _RoutineLibrary(JITCodeLibrary):
     """The code of a routine and its callees, to be linked into kernels.
 
     It is neither optimized nor emitted, so it has no address, and no place for an environment.
@@ -165,9 +183,6 @@ class _Remembering:
 #: Seconds of compiling after which a message says so, and between two messages on a terminal.
 PATIENCE = 1.0
 
-#: Added to the name of a kernel in messages, such as " (3 of 5)".
-place = ""
-
 _busy: list[str] = []  # what is being compiled; Numba compiles in one thread at a time
 
 
@@ -187,11 +202,11 @@ def _compiling(name: str) -> Iterator[None]:
         while not ended.wait(PATIENCE):
             if alive or not said:
                 far = f" {len(_busy)} functions" if said else ""
-                text = f"torch_occ: compiling {name}{place}, {kept} ...{far}"
+                text = f"torch_occ: compiling {name}, {kept} ...{far}"
                 print(text, end="\r" if alive else "\n", file=sys.stderr, flush=True)
             said = True
         if said:
-            took = f"torch_occ: compiled {name}{place} in {time.perf_counter() - begun:.0f} s"
+            took = f"torch_occ: compiled {name} in {time.perf_counter() - begun:.0f} s"
             print(f"{took:<{70 * alive}}", file=sys.stderr, flush=True)
 
     watcher = Thread(target=watch, daemon=True)
@@ -214,23 +229,8 @@ def _compiling(name: str) -> Iterator[None]:
 _STAMP = stamp_of(SOURCES)
 
 
-class _Stamped:
-    """The part of a cache locator that returns our stamp instead of Numba's."""
-
-    def get_source_stamp(self) -> str:
-        return _STAMP
-
-    def get_disambiguator(self) -> str:
-        # Numba would use the line number, so that each edit above a kernel leaves a stale file.
-        return "engine"
-
-
 class _Implementation(caching.CompileResultCacheImpl):
-    # In NUMBA_CACHE_DIR; beside the sources, in `__pycache__`; or in the user's own cache folder.
-    _locator_classes = [  # noqa: RUF012 - declared like this in Numba
-        type(f"_{place}", (_Stamped, getattr(caching, f"{place}CacheLocator")), {})
-        for place in ("UserProvided", "InTree", "UserWide")
-    ]
+    """In NUMBA_CACHE_DIR; beside the sources, in `__pycache__`; or in the user's cache folder."""
 
     def rebuild(self, target_context: Any, payload: Any) -> Any:
         """A compiled function from what was stored: a kernel, or a routine."""
@@ -238,9 +238,9 @@ class _Implementation(caching.CompileResultCacheImpl):
         if kind == "object":
             return super().rebuild(target_context, payload)
         library = _RoutineLibrary(target_context.codegen(), name)
-        library._final_module = private.parse_bitcode(code)
+        library._final_module = parse_bitcode(code)
         library._finalize_final_module()
-        return private.compile_result(
+        return compile_result(
             target_context=target_context,
             typing_context=target_context.typing_context,
             library=library,
@@ -263,41 +263,36 @@ def _foreign(kind: Any) -> bool:
 
 
 class _KernelCache(caching.FunctionCache):
-    """A cache in which every file contains a label; one with the wrong label is ignored.
+    """A cache with a file for each version of a kernel, which is ignored if its label is wrong.
 
-    Numba writes an index and a data file for each kernel. If two processes write at the same time,
-    an index may point to another kernel.
+    Numba would also write an index, which two processes at once can spoil.
     """
 
     _impl_class = _Implementation
 
     def _load_overload(self, sig: Any, target_context: Any) -> Any:
-        key = self._index_key(sig, target_context.codegen())
+        name, label = self._place(sig, target_context.codegen())
         try:
-            label, payload = self._cache_file.load(key)
+            found, payload = self._cache_file._load_data(name)
         except Exception:  # missing or unreadable, for any reason: compile again
             return None
-        return self._impl.rebuild(target_context, payload) if label == self._label(key) else None
+        return self._impl.rebuild(target_context, payload) if found == label else None
 
     def _save_overload(self, sig: Any, data: Any) -> None:
         if self._impl.check_cachable(data) and not any(map(_foreign, sig)):
-            key = self._index_key(sig, data.codegen)
+            name, label = self._place(sig, data.codegen)
             try:
                 self._impl.locator.ensure_cache_path()
-                self._drop_unreadable_index()
                 # The annotation is the text of the function with all types, for people.
                 stored = self._impl.reduce(data._replace(type_annotation=None))
-                self._cache_file.save(key, (self._label(key), stored))
+                self._cache_file._save_data(name, (label, stored))
             except OSError as error:  # for example a full disk, or a deleted folder
                 _nowhere(f"{self.cache_path}: {error.strerror}")
 
-    def _drop_unreadable_index(self) -> None:
-        """Start a new index if an earlier version left one with classes that no longer exist."""
-        try:
-            self._cache_file._load_index()
-        except Exception:  # whatever it is, a new index replaces it
-            self._cache_file.flush()
-
-    def _label(self, key: Any) -> tuple[Any, ...]:
-        """The stamp, the kernel's name, its signature and the processor."""
-        return _STAMP, self._py_func.__module__, self._py_func.__qualname__, key
+    def _place(self, sig: Any, codegen: Any) -> tuple[str, tuple[Any, ...]]:
+        """The name of the file, which stays when sources are edited, and the label in the file."""
+        function, (sig, target, code) = self._py_func, self._index_key(sig, codegen)
+        every = repr((function.__module__, function.__qualname__, sig, target))
+        hashed = hashlib.sha256(every.encode()).hexdigest()[:16]
+        name = f"{function.__name__}-{hashed}.{sys.implementation.cache_tag}.nbc"
+        return name, (_STAMP, every, sig, code)

@@ -62,7 +62,7 @@ NOISE = 1e-8
 FLAT = 1e-100
 
 #: The increment and the two multipliers of SplitMix64, the hash behind the random numbers of
-#: learners that sample, and of leaping.
+#: learners that sample.
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_ONE, MIX_TWO = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 

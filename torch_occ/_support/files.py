@@ -8,8 +8,8 @@ import io
 import json
 import os
 import pickle
-import tempfile
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -42,30 +42,24 @@ def write_atomically(
     Raises:
         OSError: if this fails; it names the path, and the old file is unchanged.
     """
-    path, temporary = Path(path), None
+    path = Path(path)
+    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
         if not rehearse:
             os.replace(temporary, path)
         elif path.is_dir():
             raise IsADirectoryError(21, "Is a directory")
-        else:
-            os.unlink(temporary)
-    except BaseException as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            reason = f"{error.strerror or error}; nothing that was saved before is lost"
-            raise OSError(error.errno, reason, str(path)) from error
-        raise
+    except OSError as error:
+        reason = f"{error.strerror or error}; nothing that was saved before is lost"
+        raise OSError(error.errno, reason, str(path)) from error
+    finally:
+        with suppress(OSError):  # there is none: it was renamed, or the folder does not exist
+            temporary.unlink()
 
 
 def write_checked(path: str | Path, kind: str, payload: bytes, *, rehearse: bool = False) -> None:
@@ -163,20 +157,15 @@ class Kept:
         return state
 
     def begin(self, work: Any, resume: bool) -> None:
-        """Continue the work from the file, if wanted, and check that its state can be written."""
-        found = self.load() if resume else None
-        if found is not None:
-            work.restore(found)
-        self.try_first(work.state())
-
-    def try_first(self, state: State) -> None:
-        """Check, before the work begins, that this state can be written and read back."""
+        """Continue the work from the file, if wanted; check that a state can be saved and read."""
+        if resume and (state := self.load()) is not None:
+            work.restore(state)
         if not self.in_file and self.path.is_file():
             body, seal = _parted(self.path.read_bytes())
             if seal.get("sha256") != _sha256(seal, body):
                 found = "a damaged file, or something that torch_occ has not saved"
                 raise ValueError(f"{self.path}: holds {found}. {_ADVICE}")
-        payload = self._packed(state)
+        payload = self._packed(work.state())
         try:
             torch.load(io.BytesIO(payload), weights_only=True)
         except Exception as error:
@@ -236,22 +225,16 @@ def markdown(
 ) -> str:
     """A Markdown table with aligned columns; those in `left` are aligned to the left."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    sides = ["<" if i in left else ">" for i in range(len(widths))]
-
-    def line(cells: Sequence[str]) -> str:
-        parts = zip(cells, sides, widths, strict=True)
-        return "| " + " | ".join(f"{cell:{side}{width}}" for cell, side, width in parts) + " |"
-
-    ends = {"<": "-", ">": ":"}
-    rule = "|".join(
-        "-" * (width + 1) + ends[side] for side, width in zip(sides, widths, strict=True)
-    )
-    return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
+    sides = ["<-" if i in left else ">:" for i in range(len(widths))]
+    parts = list(zip(sides, widths, strict=True))
+    line = "| " + " | ".join(f"{{:{side[0]}{width}}}" for side, width in parts) + " |"
+    rule = "|".join("-" * (width + 1) + side[1] for side, width in parts)
+    return "\n".join([line.format(*header), f"|{rule}|", *(line.format(*row) for row in rows)])
 
 
-def latex(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+def latex(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The same table as a LaTeX `tabular` with the rules of the package booktabs."""
-    columns = "".join("l" if i in left else "r" for i in range(len(header)))
+    columns = "l" + "r" * (len(header) - 1)
     table = [[text.translate(_WRITTEN) for text in row] for row in (header, *rows)]
     first, *others = (" & ".join(row) + r" \\" for row in table)
     top = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", first, r"\midrule"]

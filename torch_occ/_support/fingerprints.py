@@ -75,10 +75,8 @@ def _held(part: Any, where: str) -> Iterator[tuple[str, Any]]:
     elif kind in (dict, MappingProxyType):
         yield from ((f"[{key!r}]", x) for key, x in part.items())
     elif isinstance(part, FunctionType | type | ModuleType):
-        yield (
-            "",
-            f"{getattr(part, '__module__', '')}.{getattr(part, '__qualname__', part.__name__)}",
-        )
+        name = getattr(part, "__qualname__", part.__name__)
+        yield "", f"{getattr(part, '__module__', '')}.{name}"
         if isinstance(part, FunctionType):
             closure = [cell.cell_contents for cell in part.__closure__ or ()]
             yield "'s values", [part.__defaults__, part.__kwdefaults__, closure]

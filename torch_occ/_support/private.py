@@ -20,33 +20,27 @@ from torch.autograd import forward_ad
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-#: What torch_occ._support.compiling and torch_occ.engine.lanes derive compilers and types from,
-#: imported when it is asked for: `import torch_occ` shall not wait for Numba.
+#: What compilers and types are derived from, by module. It is imported when it is asked for:
+#: `import torch_occ` shall not wait for Numba.
 _ON_DEMAND = {
-    "llvmlite": "llvmlite",
-    "ir": "llvmlite.ir",
-    "parse_bitcode": "llvmlite.binding:parse_bitcode",
-    "caching": "numba.core.caching",
-    "cgutils": "numba.core.cgutils",
-    "models": "numba.core.datamodel.models",
-    "Conversion": "numba.core.typeconv:Conversion",
-    "signature": "numba.core.typing:signature",
-    "AbstractTemplate": "numba.core.typing.templates:AbstractTemplate",
-    "infer_global": "numba.core.typing.templates:infer_global",
-    "Compiler": "numba.core.compiler:Compiler",
-    "compile_result": "numba.core.compiler:compile_result",
-    "JITCodeLibrary": "numba.core.codegen:JITCodeLibrary",
-    "alias_func_extensions": "numba.core.ir_utils:alias_func_extensions",
-    "populate_array": "numba.np.arrayobj:populate_array",
+    "llvmlite": "ir",
+    "llvmlite.binding": "parse_bitcode",
+    "numba.core": "caching cgutils",
+    "numba.core.codegen": "JITCodeLibrary",
+    "numba.core.compiler": "Compiler compile_result",
+    "numba.core.datamodel": "models",
+    "numba.core.ir_utils": "alias_func_extensions",
+    "numba.core.typeconv": "Conversion",
+    "numba.core.typing.templates": "AbstractTemplate infer_global signature",
+    "numba.np.arrayobj": "populate_array",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ON_DEMAND:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = _ON_DEMAND[name].partition(":")
-    found = import_module(module)
-    return getattr(found, attribute) if attribute else found
+    for module, names in _ON_DEMAND.items():
+        if name in names.split():
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 #: Numba's option for kernels that neither allocate nor own arrays. Reference counting took half of

@@ -21,10 +21,6 @@ import torch
 # far, and `error.saved_to` is the file from which the same call continues, or None.
 
 
-#: The exit code that shells report for a process ended by SIGTERM.
-TERMINATED = 128 + signal.SIGTERM
-
-
 @contextmanager
 def sigterm_raises(wanted: bool = True) -> Iterator[Callable[[], None]]:
     """Let SIGTERM raise SystemExit(143) inside the block.
@@ -38,7 +34,7 @@ def sigterm_raises(wanted: bool = True) -> Iterator[Callable[[], None]]:
         return
 
     def stop(*_: object) -> NoReturn:
-        raise SystemExit(TERMINATED)
+        raise SystemExit(128 + signal.SIGTERM)  # the code that shells report
 
     signal.signal(signal.SIGTERM, stop)
     try:

@@ -5,7 +5,6 @@ draws          gamma and Beta variates from numbers that are a function of a key
 entropic       backward and forward passes in logarithms, for the step of an entropy
 lanes          vectors and masks: one number or bool per lane, with the operators of plain ones
 layout         the arrays that kernels read and write, and the decorators that compile kernels
-leaps          leaping, compiled: the regret of particles that play many episodes per step
 learners       the learners of torch_occ.game, compiled for the episode loop
 linear         the linear system of a Newton step, with dense or sparse transitions
 newton         newton's method for one FTRL step, compiled, for regularizers made of elementary

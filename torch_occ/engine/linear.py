@@ -132,7 +132,7 @@ def center_layer(
                 )
 
 
-@inlined
+@routine(inline=True, any_order=True)
 def reach_layer(before: int, here: int, width: int, num_actions: int, work: Work) -> None:
     """Write Y = Q + P_p' Yhat P_p, the covariance that reaches a layer, to the top of `squares`."""
     n, Y, half = here - before, work.squares, len(work.moves)
@@ -160,7 +160,7 @@ def reach_layer(before: int, here: int, width: int, num_actions: int, work: Work
             Y[more_i, more_j], Y[more_j, more_i] = d, d
 
 
-@inlined
+@routine(inline=True, any_order=True)
 def observe_layer(here: int, width: int, refresh: Any, work: Work) -> None:
     """Write Yhat = (Y^-1 + K)^-1 into `gain`.
 
@@ -190,7 +190,7 @@ def observe_layer(here: int, width: int, refresh: Any, work: Work) -> None:
             work.gain[here + i, j], work.gain[here + j, i] = value, value
 
 
-@inlined
+@routine(inline=True, any_order=True)
 def four_dots(
     x: Floats, rows: tuple[int, int, int], y: Floats, columns: tuple[int, int, int], n: int
 ) -> tuple[Any, Any, Any, Any]:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from torch_occ._support.choices import extra, progress_bar, summary_writer
-from torch_occ._support.files import write_atomically
-from torch_occ.game.figures import configuration, occupancy_figure, pixels, regret_figure
-from torch_occ.game.history import Band, band
+from torch_occ._support.files import markdown, write_atomically
+from torch_occ.game.estimators import Estimator
+from torch_occ.game.figures import occupancy_figure, pixels, regret_figure
+from torch_occ.game.history import band
 from torch_occ.game.learners import Learner
+from torch_occ.game.losses import LossProcess
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
-from torch_occ.regularizers.base import Scaled
+from torch_occ.regularizers.base import Regularizer, Scaled, Sum
+from torch_occ.regularizers.parameters import Parametrized
 from torch_occ.regularizers.schedules import Schedule
 from torch_occ.regularizers.terms import Factor
 
@@ -66,7 +70,6 @@ class ProgressBar(Callback):
 
     def __init__(self, label: str = "", *, after: float = 0.0) -> None:
         self.label, self.after = label, after
-        self.bar: Any = None
 
     def on_start(self, run: Simulation) -> None:
         self.bar = progress_bar(run.episodes, run.t, "ep", self.label, self.after)
@@ -78,19 +81,18 @@ class ProgressBar(Callback):
         self.bar.close()
 
 
+#: The tags of a band: its mean, and its ends.
+_REGRET = ["Regret/mean", "Regret/mean_lower", "Regret/mean_upper"]
+_REALISED = ["Regret/realised_mean", "Regret/realised_mean_lower", "Regret/realised_mean_upper"]
+
 #: The curves whose last value the HParams dashboard shows.
-_METRICS = ["Regret/mean", "Regret/mean_lower", "Regret/mean_upper", "Regret/realised_mean"]
-_METRICS += ["policy/distance_to_optimal", "solver/uncertified"]
+_METRICS = [*_REGRET, _REALISED[0], "policy/distance_to_optimal", "solver/uncertified"]
 
 #: Charts of the Custom Scalars dashboard.
-_BANDS = {"pseudo-regret": "Regret/mean", "realised regret": "Regret/realised_mean"}
-_PARTS = dict(zip(Band._fields, ("", "_lower", "_upper"), strict=True))
 _LAYOUT = {
     "regret": {
-        f"{name}: mean and 95 % band": ["Margin", [f"{tag}{x}" for x in _PARTS.values()]]
-        for name, tag in _BANDS.items()
-    }
-    | {
+        "pseudo-regret: mean and 95 % band": ["Margin", _REGRET],
+        "realised regret: mean and 95 % band": ["Margin", _REALISED],
         "pseudo-regret over log t": ["Multiline", ["Regret/over_log_T"]],
         "pseudo-regret over sqrt t": ["Multiline", ["Regret/over_sqrt_T"]],
     },
@@ -117,9 +119,6 @@ class TensorBoard(Callback):
 
     def __init__(self, directory: str | Path, *, images_per_decade: int = 1) -> None:
         self.directory, self.images_per_decade = Path(directory), images_per_decade
-        self.writer: Any = None
-        self.begun, self.known, self.monitored = 0, False, 0
-        self.next_image = 1.0
 
     def on_start(self, run: Simulation) -> None:
         try:
@@ -139,10 +138,12 @@ class TensorBoard(Callback):
         self.writer = summary_writer(
             self.directory, purge_step=run.t + 1 if self.known else 0, max_queue=1000, flush_secs=10
         )
+        *start, self.end = self._hparams(run)
         if not self.known:
             self.writer.add_text("configuration", configuration(run), 0)
             self.writer.add_custom_scalars(_LAYOUT)
-            self._hparams(run, "start")
+            for summary in start:
+                self.writer.file_writer.add_summary(summary, 0)
             for i in range(len(run.recorded)):
                 self._scalars(self._curves(run, i), run.recorded[i])
         self.writer.flush()
@@ -177,7 +178,7 @@ class TensorBoard(Callback):
             image = pixels(regret_figure(history, title=f"{who}: mean and 95 % band"))
             self.writer.add_image("Regret/on_log_axes", image, run.t, dataformats="HWC")
             if history.finished:
-                self._hparams(run, "end")
+                self.writer.file_writer.add_summary(self.end, 0)
         self.writer.close()
 
     # -- what is logged ------------------------------------------------------------------------
@@ -185,11 +186,8 @@ class TensorBoard(Callback):
     def _curves(self, run: Simulation, i: int) -> dict[str, float]:
         """The values of the i-th checkpoint, over all seeds."""
         t, now = run.recorded[i], {name: rows[i] for name, rows in run.curves.items()}
-        values = {
-            f"Regret/{kind}mean{_PARTS[name]}": float(x)
-            for kind in ("", "realised_")
-            for name, x in band(now[f"{kind}regret"])._asdict().items()
-        }
+        values = dict(zip(_REGRET, map(float, band(now["regret"])), strict=True))
+        values |= zip(_REALISED, map(float, band(now["realised_regret"])), strict=True)
         values["Regret/over_sqrt_T"] = values["Regret/mean"] / math.sqrt(t)
         if t > 1:
             values["Regret/over_log_T"] = values["Regret/mean"] / math.log(t)
@@ -224,26 +222,18 @@ class TensorBoard(Callback):
         image = pixels(occupancy_figure(run.mdp, run.q.mean(0), optimal=best, title=title))
         self.writer.add_image("policy/q", image, run.t, dataformats="HWC")
 
-    def _hparams(self, run: Simulation, moment: Literal["start", "end"]) -> None:
-        """Write the parameters and metrics of a run for the HParams dashboard."""
+    def _hparams(self, run: Simulation) -> Any:
+        """What the HParams dashboard is told at the start of a run, and last at its end."""
         from torch.utils.tensorboard.summary import hparams
 
-        values = {
-            "learner": type(run.learner).__name__,
-            "losses": type(run.losses).__name__,
-            "episodes": run.episodes,
-            "seeds": len(run.seeds),
-            "horizon": run.mdp.horizon,
-            "states": run.mdp.num_states,
-            "actions": run.mdp.num_actions,
-        }
-        own = parameters(run.learner, 1).items()
+        mdp, own, values = run.mdp, parameters(run.learner, 1).items(), dict[str, Any]()
+        values |= {"learner": type(run.learner).__name__, "losses": type(run.losses).__name__}
+        values |= {"episodes": run.episodes, "seeds": len(run.seeds)}
+        values |= {"horizon": mdp.horizon, "states": mdp.num_states, "actions": mdp.num_actions}
         values |= {name: x for name, x in own if name != "learning_rate"}
         simple = bool | int | float | str
         values |= {name: x for name, x in run.config.items() if isinstance(x, simple)}
-        *start, end = hparams(values, dict.fromkeys(_METRICS, 0.0))
-        for summary in start if moment == "start" else [end]:
-            self.writer.file_writer.add_summary(summary, 0)
+        return hparams(values, dict.fromkeys(_METRICS, 0.0))
 
     def _monitors(self, run: Simulation) -> None:
         """Log the numbers of other callbacks: each monitor has them by episode, after one."""
@@ -288,3 +278,51 @@ def _numbers(learner: Learner, t: int) -> Iterator[tuple[str, float]]:
                 if x.numel() > 1:  # one value per layer, state or pair
                     yield f"{name}_least", float(x.min())
                     yield f"{name}_largest", float(x.max())
+
+
+# -- a run in words ----------------------------------------------------------------------------
+
+
+def describe(thing: Any) -> str:
+    """A learner, a loss process or a regularizer with its numbers, in one line."""
+    if isinstance(thing, Sum):
+        return " + ".join(describe(term) for term in thing.terms)
+    if isinstance(thing, Scaled):
+        inner = describe(thing.regularizer)
+        inner = f"({inner})" if isinstance(thing.regularizer, Sum) else inner
+        return f"{inner} {'/' if thing.power == -1 else '*'} {describe(thing.factor)}"
+    if isinstance(thing, Parametrized):
+        fields = {name: x.tolist() for name, x in thing.named_parameters()}
+    elif hasattr(thing, "__dict__"):
+        fields = {name: getattr(x, "regularizer", x) for name, x in vars(thing).items()}
+    else:
+        return f"{thing:.6g}" if isinstance(thing, float) else str(thing)
+    shown = str | int | float | LossProcess | Estimator | Regularizer | Schedule
+    inside = [
+        f"{name}={describe(x)}"
+        for name, x in fields.items()
+        if isinstance(x, shown) and name not in ("stride", "full_information")
+    ]
+    return f"{type(thing).__name__}({', '.join(inside)})"
+
+
+def configuration(run: Simulation) -> str:
+    """The configuration of a run as a Markdown table."""
+    more = f", ... ({len(run.seeds)})" if len(run.seeds) > 8 else ""
+    rows = {
+        "learner": describe(run.learner),
+        "losses": describe(run.losses),
+        "MDP": repr(run.mdp),
+        "episodes": str(run.episodes),
+        "seeds": ", ".join(map(str, run.seeds[:8])) + more,
+        "checkpoints": str(len(run.checkpoints)),
+        "backend": run.player.name,
+        "torch": torch.__version__,
+    }
+    rows |= {
+        f"config: {name}": x if isinstance(x, str) else json.dumps(x, default=str)
+        for name, x in run.config.items()
+    }
+    cells = [[name, f"`{x}`".replace("\n", " ")] for name, x in rows.items()]
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in cells]
+    return markdown(["setting", "value"], escaped, left=(0, 1))

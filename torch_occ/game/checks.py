@@ -52,12 +52,23 @@ class Contract:
             return
         what = f"learner: q from {self.learner}.propose"
         check_tensor(what, q, self.mdp, (len(self.seeds),), f"episode {t}")
+        where = self._where(what, t, len(q))
+        refuse_first(q, q.isfinite(), self.mdp, where, "expected finite numbers")
+        expected = "expected q >= 0; clip what rounding left over"
+        refuse_first(q, q >= -self.tolerance, self.mdp, where, expected)
+        absent = self.mdp.actions | (q <= self.tolerance)
+        refuse_first(q, absent, self.mdp, where, "the state has no such action; expected 0")
         residual = q.sum(-1) - self.flow.inflow(q) - self.source
-        error = torch.maximum(residual.abs().amax(), -q.amin())
-        if self.mdp.missing["pair"] is not None:
-            error = torch.maximum(error, q.masked_fill(self.mdp.actions, 0.0).amax())
-        if not float(error) <= self.tolerance:  # also true for NaN
-            self._tell(what, t, q, residual)
+        if float(residual.abs().amax()) > self.tolerance:
+            element, state = divmod(int(residual.abs().argmax()), self.mdp.num_states)
+            out = float(q[element, state].sum())
+            source = "initial" if state < self.mdp.layer_sizes[0] else "incoming"
+            raise ValueError(
+                f"{where(element)}{self.mdp.locate(state)} is no occupancy measure: its "
+                f"actions sum to {out:.6g}, but the {source} probability is "
+                f"{out - float(residual[element, state]):.6g}. If it is a policy, return "
+                "occ.occupancy(mdp, policy)"
+            )
 
     def policy(self, t: int, policy: Tensor) -> None:
         """Check that a policy `(N or 1, S, A)` has a distribution over actions in every state."""
@@ -66,25 +77,6 @@ class Contract:
         what = f"learner: policy from {self.learner}.propose_policy"
         check_tensor(what, policy, self.mdp, (len(self.seeds),), f"episode {t}")
         refuse_policy(policy, self.mdp, self._where(what, t, len(policy)))
-
-    def _tell(self, what: str, t: int, q: Tensor, residual: Tensor) -> None:
-        """Raise an error that says what is wrong with q, and where."""
-        where, exists = self._where(what, t, len(q)), self.mdp.actions
-        for good, expected in (
-            (q.isfinite(), "expected finite numbers"),
-            (q >= -self.tolerance, "expected q >= 0; clip what rounding left over"),
-            (exists | (q <= self.tolerance), "the state has no such action; expected 0"),
-        ):
-            refuse_first(q, good, self.mdp, where, expected)
-        element, state = divmod(int(residual.abs().argmax()), self.mdp.num_states)
-        out = float(q[element, state].sum())
-        source = "initial" if state < self.mdp.layer_sizes[0] else "incoming"
-        raise ValueError(
-            f"{where(element)}{self.mdp.locate(state)} is no occupancy measure: its "
-            f"actions sum to {out:.6g}, but the {source} probability is "
-            f"{out - float(residual[element, state]):.6g}. If it is a policy, return "
-            "occ.occupancy(mdp, policy)"
-        )
 
     def means(self, found: tuple[Tensor, State], first: int, n: int) -> tuple[Tensor, State]:
         """Check means `(n or 1, N or 1, S, A)` in [0, 1], and the next state of the process."""
@@ -142,24 +134,14 @@ class Contract:
 
 def check_estimate(
     mdp: LayeredMDP, estimator: Estimator, estimate: Tensor, t: int, count: int
-) -> Tensor:
-    """Return the estimate if it is finite and of shape `(N, S, A)`; raise an error otherwise."""
+) -> None:
+    """Check that an estimate is finite and of shape `(N, S, A)`."""
     if built_in(estimator):
-        return estimate
+        return
     what = f"estimator: {type(estimator).__name__}"
     check_tensor(what, estimate, mdp, (count,), f"episode {t}", strict=True)
-    good = estimate.isfinite() | ~mdp.actions
-    place = f"{what} at episode {t}, "
-    where = lambda i: f"{place}seeds[{i}], "  # noqa: E731
-    refuse_first(estimate, good, mdp, where, "expected finite numbers")
-    return estimate
-
-
-def check_policy(mdp: LayeredMDP, policy: Tensor) -> Tensor:
-    """Return the policy `(S, A)`; a ValueError if a row is no distribution over actions."""
-    check_tensor("policy", policy, mdp, (), "")
-    refuse_policy(policy[None], mdp, lambda _: "policy: ")
-    return policy
+    good, expected = estimate.isfinite() | ~mdp.actions, "expected finite numbers"
+    refuse_first(estimate, good, mdp, lambda i: f"{what} at episode {t}, seeds[{i}], ", expected)
 
 
 def refuse_policy(policy: Tensor, mdp: LayeredMDP, where: Where) -> None:

@@ -75,9 +75,6 @@ class ImportanceWeighted(CentredEstimator):
         """Zero."""
         return torch.zeros_like(q)
 
-    def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:
-        return feedback.scatter(feedback.losses / feedback.gather(q), q)
-
 
 class ReducedVariance(CentredEstimator):
     """(loss - b) / q 1{visited} + b with b = 1/2 where q >= (4 eta_t)^2, and 0 elsewhere: unbiased.
@@ -136,8 +133,8 @@ def centred(estimator: Estimator | None) -> CentredEstimator:
     if estimator is None:
         return ImportanceWeighted()
     # An estimator with its own `__call__` has another covariance.
-    ways = (CentredEstimator.__call__, ImportanceWeighted.__call__)
-    if not isinstance(estimator, CentredEstimator) or type(estimator).__call__ not in ways:
+    own = type(estimator).__call__ is not CentredEstimator.__call__
+    if not isinstance(estimator, CentredEstimator) or own:
         raise TypeError(
             f"estimator: {type(estimator).__name__} cannot be forecast; simulate it, or give "
             "ImportanceWeighted, ReducedVariance or a CentredEstimator of your own, with a "

@@ -1,4 +1,4 @@
-"""Figures of a run: regret curves with bands over seeds, heat maps of q, and the configuration.
+"""Figures of a run: regret curves with bands over seeds, heat maps of q.
 
 Figures are drawn on `matplotlib.figure.Figure` and never through pyplot. So no window opens, no
 global state changes and any thread may draw. Save a figure with `figure.savefig(path)`.
@@ -6,30 +6,21 @@ global state changes and any thread may draw. Save a figure with `figure.savefig
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torch_occ._support.choices import extra
-from torch_occ._support.files import markdown
-from torch_occ.game.estimators import Estimator
 from torch_occ.game.history import History, band
-from torch_occ.game.losses import LossProcess
 from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.regularizers.base import Regularizer, Scaled, Sum
-from torch_occ.regularizers.parameters import Parametrized
-from torch_occ.regularizers.schedules import Schedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from torch_occ.game.simulate import Simulation
 
 #: The colours of Okabe and Ito, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -67,11 +58,9 @@ def plot_references(axes: Axes, start: float, regret: float, end: float) -> None
     Both pass through `regret` at `start` > 1 and end at `end`.
     """
     t = np.geomspace(start, end, 50)
-    for shape, style, grey, width, label in (
-        (np.log(t) / np.log(start), ":", "0.35", 1.3, r"$\propto \log T$"),
-        (np.sqrt(t / start), "-.", "0.55", 1.0, r"$\propto \sqrt{T}$"),
-    ):
-        axes.plot(t, regret * shape, style, color=grey, linewidth=width, label=label)
+    logarithm, root = regret * np.log(t) / np.log(start), regret * np.sqrt(t / start)
+    axes.plot(t, logarithm, ":", color="0.35", linewidth=1.3, label=r"$\propto \log T$")
+    axes.plot(t, root, "-.", color="0.55", linewidth=1.0, label=r"$\propto \sqrt{T}$")
 
 
 def regret_figure(
@@ -154,12 +143,7 @@ def occupancy_figure(
     written = cells <= WRITTEN and mdp.horizon <= PANELS
     height = max(1.2, (0.5 if written else 0.3) * most)
     width = min(max(0.9, 0.5 * mdp.num_actions), 4.0)
-    size = (1.6 + len(layers) * (width + 0.25), 1.1 + height)
-    # Margins are set by hand, because matplotlib draws several times to find them.
-    figure = _figure(size, layout=None)
-    bottom, top = 0.5 / size[1], 1 - 0.55 / size[1]
-    sides = {"left": 0.6 / size[0], "right": 1 - 1.05 / size[0]}
-    figure.subplots_adjust(bottom=bottom, top=top, wspace=0.25 / width, **sides)
+    figure = _figure((1.6 + len(layers) * (width + 0.25), 1.1 + height))
     panels = figure.subplots(1, len(layers), squeeze=False).ravel()
     shown = torch.where(mdp.actions, q, torch.nan).detach().cpu()
     # In a small MDP colours compare with those of other episodes, in a large one with each other.
@@ -186,10 +170,9 @@ def occupancy_figure(
             ring = {"facecolors": "none", "edgecolors": "#FF9D3B", "linewidths": 1.4}
             axes.scatter(a, s, s=420 if written else 60, **ring)
     figure.supxlabel("action", fontsize="small")
-    figure.supylabel("state", x=0.1 / size[0], fontsize="small")
-    bar = figure.add_axes((1 - 0.9 / size[0], bottom, 0.12 / size[0], top - bottom))
+    figure.supylabel("state", fontsize="small")
     ticks = [x for x in (0.001, 0.01, 0.05, 0.2, 0.5, 1) if 0.01 <= x / largest <= 1]
-    figure.colorbar(image, cax=bar, label="q(s, a)", ticks=[0, *ticks])
+    figure.colorbar(image, ax=panels, label="q(s, a)", ticks=[0, *ticks], fraction=0.05)
     figure.suptitle(title, fontsize="medium")
     return figure
 
@@ -202,12 +185,10 @@ def _short(x: float) -> str:
 # -- matplotlib --------------------------------------------------------------------------------
 
 
-def _figure(
-    size: tuple[float, float], layout: Literal["constrained"] | None = "constrained"
-) -> Figure:
+def _figure(size: tuple[float, float]) -> Figure:
     with extra("experiments", "figures need matplotlib"):
         from matplotlib.figure import Figure
-    return Figure(figsize=size, dpi=110, layout=layout, facecolor="white")
+    return Figure(figsize=size, dpi=110, layout="constrained", facecolor="white")
 
 
 def pixels(figure: Figure) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -217,51 +198,3 @@ def pixels(figure: Figure) -> np.ndarray[Any, np.dtype[np.uint8]]:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
-
-
-# -- words -------------------------------------------------------------------------------------
-
-
-def describe(thing: Any) -> str:
-    """A learner, a loss process or a regularizer with its numbers, in one line."""
-    if isinstance(thing, Sum):
-        return " + ".join(describe(term) for term in thing.terms)
-    if isinstance(thing, Scaled):
-        inner = describe(thing.regularizer)
-        inner = f"({inner})" if isinstance(thing.regularizer, Sum) else inner
-        return f"{inner} {'/' if thing.power == -1 else '*'} {describe(thing.factor)}"
-    if isinstance(thing, Parametrized):
-        fields = {name: x.tolist() for name, x in thing.named_parameters()}
-    elif hasattr(thing, "__dict__"):
-        fields = {name: getattr(x, "regularizer", x) for name, x in vars(thing).items()}
-    else:
-        return f"{thing:.6g}" if isinstance(thing, float) else str(thing)
-    shown = str | int | float | LossProcess | Estimator | Regularizer | Schedule
-    inside = [
-        f"{name}={describe(x)}"
-        for name, x in fields.items()
-        if isinstance(x, shown) and name not in ("stride", "full_information")
-    ]
-    return f"{type(thing).__name__}({', '.join(inside)})"
-
-
-def configuration(run: Simulation) -> str:
-    """The configuration of a run as a Markdown table."""
-    more = f", ... ({len(run.seeds)})" if len(run.seeds) > 8 else ""
-    rows = {
-        "learner": describe(run.learner),
-        "losses": describe(run.losses),
-        "MDP": repr(run.mdp),
-        "episodes": str(run.episodes),
-        "seeds": ", ".join(map(str, run.seeds[:8])) + more,
-        "checkpoints": str(len(run.checkpoints)),
-        "backend": run.player.name,
-        "torch": torch.__version__,
-    }
-    rows |= {
-        f"config: {name}": x if isinstance(x, str) else json.dumps(x, default=str)
-        for name, x in run.config.items()
-    }
-    cells = [[name, f"`{x}`".replace("\n", " ")] for name, x in rows.items()]
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in cells]
-    return markdown(["setting", "value"], escaped, left=(0, 1))

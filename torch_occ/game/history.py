@@ -1,4 +1,4 @@
-"""What a run leaves: its history, means with intervals over seeds, and the comparator."""
+"""What runs leave: histories, means with intervals over seeds, and comparisons of learners."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import extra, later
-from torch_occ._support.files import markdown, read_checked, write_checked
+from torch_occ._support.files import latex, markdown, read_checked, write_checked
 from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import running_total
@@ -37,9 +37,7 @@ class Band(NamedTuple):
 def band(curves: Tensor) -> Band:
     """Mean over seeds and Student's 95 % interval, `(N, C)` -> `(C,)`; of width 0 for one seed."""
     mean, n = curves.mean(0), len(curves)
-    if n < 2:
-        return Band(mean, mean, mean)
-    half = student(n - 1) * curves.std(0) / math.sqrt(n)
+    half = student(n - 1) * curves.std(0) / math.sqrt(n) if n > 1 else 0.0
     return Band(mean, mean - half, mean + half)
 
 
@@ -101,10 +99,6 @@ def comparator(mdp: LayeredMDP, total_mean: Tensor) -> Tensor:
 
 
 # -- The result of a simulation: curves over checkpoints and seeds ---------------------------------
-
-
-#: Episodes that are shown when a history is printed.
-_POWERS_OF_TEN = {10**k for k in range(13)}
 
 
 @dataclass(repr=False, kw_only=True)
@@ -186,7 +180,7 @@ class Curves:
         rows = [
             [f"{t:,}", *(str(Mean.of(x[:, i].cpu())) for x in curves)]
             for i, t in enumerate(episodes)
-            if i == len(episodes) - 1 or t in _POWERS_OF_TEN
+            if i == len(episodes) - 1 or str(t).rstrip("0") == "1"
         ]
         if not rows:
             return line
@@ -255,3 +249,69 @@ class History(Curves):
             ImportError: if matplotlib is not installed.
         """
         return later("game.figures").regret_figure(self, title=title)
+
+
+@dataclass(frozen=True)
+class LearnerComparison:
+    """The histories of several learners that played the same game on the same seeds, by name.
+
+    Differences are paired seed by seed, so that effects of a seed on all learners cancel. `print`
+    shows the Markdown table.
+    """
+
+    histories: dict[str, History]
+    baseline: str
+
+    def final(self) -> dict[str, Mean]:
+        """Mean over seeds and standard error of the final pseudo-regret, by learner."""
+        return {name: history.final() for name, history in self.histories.items()}
+
+    def differences(self) -> dict[str, Mean]:
+        """Final pseudo-regret minus the baseline's, paired by seed, by learner."""
+        reference = self.histories[self.baseline].regret[:, -1]
+        return {
+            name: Mean.of(history.regret[:, -1] - reference)
+            for name, history in self.histories.items()
+            if name != self.baseline
+        }
+
+    def markdown(self) -> str:
+        """One row per learner: the final regret, and its difference from the baseline.
+
+        The difference is paired by seed and has a 95 % interval.
+        """
+        return markdown(*self._table())
+
+    def latex(self) -> str:
+        """The same table for LaTeX, with the rules of the package booktabs."""
+        return latex(*self._table())
+
+    def plot(self, title: str = "") -> Figure:
+        """Regret over the number of episodes, with 95 % bands; requires matplotlib."""
+        return later("game.figures").regret_figure(self.histories, title=title)
+
+    def to_dataframe(self) -> Any:
+        """Every curve of every learner as a pandas DataFrame; requires pandas.
+
+        Returns:
+            One row per learner, seed and checkpoint; see `History.to_dataframe`.
+        """
+        with extra("dataframe", "to_dataframe needs pandas"):
+            import pandas
+        frames = {name: history.to_dataframe() for name, history in self.histories.items()}
+        return pandas.concat(frames, names=["learner"]).reset_index(0).reset_index(drop=True)
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        differences = self.differences()
+        rows = []
+        for name, regret in self.final().items():
+            paired = "baseline"
+            if name in differences:
+                low, high = map(short_number, differences[name].interval)
+                paired = f"{short_number(differences[name].mean)} [{low}, {high}]"
+            uncertified = int(self.histories[name].uncertified[:, -1].sum())
+            rows.append([name, str(regret), paired, str(uncertified)])
+        return ["learner", "regret", f"minus {self.baseline} (95 %)", "uncertified steps"], rows
+
+    def __str__(self) -> str:
+        return self.markdown()

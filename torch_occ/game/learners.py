@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import later
-from torch_occ.game.checks import DIAGNOSTICS, check_estimate, check_policy
+from torch_occ.game.checks import DIAGNOSTICS, check_estimate, check_tensor, refuse_policy
 from torch_occ.game.estimators import (
     Estimator,
     Feedback,
@@ -157,7 +157,9 @@ class FixedPolicy(Learner):
         if policy is None:
             self.q = interior_point(mdp).detach()
         else:
-            self.q = occupancy(mdp, check_policy(mdp, policy), in_order=True).detach()
+            check_tensor("policy", policy, mdp, (), "")
+            refuse_policy(policy[None], mdp, lambda _: "policy: ")
+            self.q = occupancy(mdp, policy, in_order=True).detach()
 
     def propose(self, t: int) -> Tensor:
         return self.q[None]
@@ -329,12 +331,8 @@ class FTRL(Learner):
             if isinstance(part, Parametrized):
                 part.validate()
         zero = self._zeros(num_seeds)
-        count = zero[:, 0, 0].clone()
-        self.state = {
-            "cumulative_loss": zero,
-            "q": interior_point(self.mdp).expand_as(zero).clone(),
-        }
-        self.state |= dict.fromkeys(DIAGNOSTICS, count)
+        count, q = zero[:, 0, 0].clone(), interior_point(self.mdp).expand_as(zero).clone()
+        self.state = {"cumulative_loss": zero, "q": q} | dict.fromkeys(DIAGNOSTICS, count)
         if self.optimistic:
             self.state["last"] = zero.clone()
         if self.step.constraints is not None:
@@ -354,13 +352,8 @@ class FTRL(Learner):
     @torch.no_grad()
     def propose(self, t: int) -> Tensor:
         state = self.state
-        solution = self.step.solve(
-            self.loss(t),
-            float(t),
-            warm_start=state["q"],
-            check=False,
-            multipliers=state.get("multipliers"),
-        )
+        start: dict[str, Any] = {"warm_start": state["q"], "multipliers": state.get("multipliers")}
+        solution = self.step.solve(self.loss(t), float(t), check=False, **start)
         if solution.multipliers is not None and solution.slack is not None:
             state["multipliers"] = solution.multipliers
             excess = -solution.slack.amin(-1)
@@ -371,9 +364,8 @@ class FTRL(Learner):
 
     @torch.no_grad()
     def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
-        estimate = check_estimate(
-            self.mdp, self.estimator, self.estimator(feedback, q, t), t, len(q)
-        )
+        estimate = self.estimator(feedback, q, t)
+        check_estimate(self.mdp, self.estimator, estimate, t, len(q))
         self.state["cumulative_loss"] = self.state["cumulative_loss"] + estimate
         if self.optimistic:
             self.state["last"] = estimate

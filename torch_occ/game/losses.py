@@ -336,13 +336,15 @@ class Corrupted(LossProcess):
         inner = {name[5:]: value for name, value in state.items() if name.startswith("base.")}
         clean, inner = self.base.means(mdp, inner, t0, n, q)
         clean = clean.expand(n, *clean.shape[1:])
-        # (n, N or 1, S, A)
-        attack = torch.where(mdp.actions, self._attack(mdp, clean) - clean, 0.0)
+        wanted = 1 - clean  # (n, N or 1, S, A)
+        if self.strategy == "targeted" and self.target is not None:
+            best = optimal_policy(mdp, self.target, in_order=True).policy > 0
+            wanted = torch.where(best, 1.0, clean)
+        attack = torch.where(mdp.actions, wanted - clean, 0.0)
         cost = 2 * sum(layer.abs().amax((-2, -1)) for layer in mdp.split(attack, -2))  # (n, N or 1)
         assert isinstance(cost, Tensor)
         share = torch.ones_like(cost)
-        if self.strategy == "uniform":
-            assert self.episodes is not None
+        if self.strategy == "uniform" and self.episodes is not None:
             share = self.budget / self.episodes / cost.clamp(min=1e-300)
             share = torch.where(cost > 0, share, 0.0).clamp(max=1)
         left = self.budget - state["corruption"]  # (N,)
@@ -356,9 +358,3 @@ class Corrupted(LossProcess):
         corrupted = clean + share[..., None, None] * attack
         kept = {"corruption": spent[-1].clone(), "corruption_so_far": spent.T}
         return corrupted, {f"base.{name}": value for name, value in inner.items()} | kept
-
-    def _attack(self, mdp: LayeredMDP, clean: Tensor) -> Tensor:
-        if self.strategy != "targeted":
-            return 1 - clean
-        assert self.target is not None
-        return torch.where(optimal_policy(mdp, self.target, in_order=True).policy > 0, 1.0, clean)

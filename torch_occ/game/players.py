@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING, Any, cast, get_type_hints
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
 import torch
@@ -23,14 +23,13 @@ from torch_occ.engine.layout import (
     NARROW,
     USED,
     Floats,
-    Model,
     Solver,
     Work,
     few_lanes,
     make_work,
     suits_lanes,
 )
-from torch_occ.engine.newton import BudgetArrays, make_budgets
+from torch_occ.engine.newton import make_budgets
 from torch_occ.engine.play import NOISE, Game, Tally, play
 from torch_occ.game.learners import Learner
 from torch_occ.game.losses import GreedyAdversary, LossProcess
@@ -44,36 +43,37 @@ if TYPE_CHECKING:
     from torch_occ.game.simulate import Simulation
 
 
-#: Episodes in a block of `OverTime`; torch does not split so few numbers between threads.
+#: Episodes in a block of `over_time`; torch does not split so few numbers between threads.
 _BLOCK = 2048
 
 #: The longest time in seconds that one call of a kernel should take.
 LONGEST_CALL = 0.2
 
 
-class OverTime:
+def over_time(function: Callable[[Tensor], Tensor]) -> Callable[[int, int], Floats]:
     """A function of the episode, computed by torch for a whole block of episodes.
 
     The last bit of a power depends on the position of a number in a tensor and on the tensor's
     size. So a block always has the same episodes, wherever a run stops, continues or records.
+
+    Returns:
+        A function from `first` and `stop` to the values at episodes first, ..., stop - 1,
+        `(n, ...)`; episode 0 counts as 1.
     """
 
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.function = function
-        self.blocks: dict[int, Floats] = {}  # the blocks of the last call
-
+    @lru_cache(maxsize=8)  # a call has fewer blocks
     @torch.no_grad()
-    def __call__(self, first: int, stop: int) -> Floats:
-        """The values at episodes first, ..., stop - 1, `(n, ...)`; episode 0 counts as 1."""
-        numbers = range(first // _BLOCK, (stop - 1) // _BLOCK + 1)
-        self.blocks = {b: self.blocks[b] if b in self.blocks else self._block(b) for b in numbers}
-        begin = numbers.start * _BLOCK
-        return np.concatenate(list(self.blocks.values()))[first - begin : stop - begin]
-
-    def _block(self, number: int) -> Floats:
+    def block(number: int) -> Floats:
         t = torch.arange(number * _BLOCK, (number + 1) * _BLOCK, dtype=torch.float64).clamp(min=1)
-        found = self.function(t)
+        found = function(t)
         return found.expand(_BLOCK, *found.shape[1:]).contiguous().numpy()
+
+    def values(first: int, stop: int) -> Floats:
+        numbers = range(first // _BLOCK, (stop - 1) // _BLOCK + 1)
+        begin = numbers.start * _BLOCK
+        return np.concatenate([*map(block, numbers)])[first - begin : stop - begin]
+
+    return values
 
 
 def form_of(learner: Learner) -> Any:
@@ -93,26 +93,16 @@ def why_not_play(mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> str 
 
 def solver_settings(step: FTRLStep) -> dict[str, Any]:
     """The fields `solver` and `weights` of a learner with this step."""
-    weights = WeightsOverTime(step.regularizer, step.mdp.actions.shape)
-    solver = Solver(
-        weights.terms,
-        np.ones(weights.size),
-        step.options.tolerance_in(torch.float64),
-        step.options.max_steps,
-        step.interior.detach().numpy().flatten(),
-        budgets_of(step),
-    )
+    weights, budgets = WeightsOverTime(step.regularizer, step.mdp.actions.shape), None
+    if step.constraints is not None:
+        budgets = make_budgets(len(step.constraints), model_of(step.mdp), allocator(None))
+        costs = step.constraints.on_existing_pairs(step.mdp)
+        budgets.costs[...] = costs.detach().flatten(-2).numpy()
+        budgets.limits[...] = step.constraints.limits.detach().numpy()
+    limits = step.options.tolerance_in(torch.float64), step.options.max_steps
+    interior = step.interior.detach().numpy().flatten()
+    solver = Solver(weights.terms, np.ones(weights.size), *limits, interior, budgets)
     return {"solver": solver, "weights": weights.at}
-
-
-def budgets_of(step: FTRLStep) -> BudgetArrays | None:
-    """The budgets of a step, with scratch memory."""
-    if step.constraints is None:
-        return None
-    found = make_budgets(len(step.constraints), model_of(step.mdp), allocator(None))
-    found.costs[...] = step.constraints.on_existing_pairs(step.mdp).detach().flatten(-2).numpy()
-    found.limits[...] = step.constraints.limits.detach().numpy()
-    return found
 
 
 class EnginePlayer:
@@ -129,12 +119,14 @@ class EnginePlayer:
         self.sizes = {"pairs": mdp.num_states * mdp.num_actions, "states": mdp.num_states}
         self.settings = learner.settings()
         self.over_time = {
-            name: OverTime(self.settings[name])
+            name: over_time(self.settings[name])
             for name in self.form._fields
             if callable(self.settings.get(name))
         }
         solves = "solver" in self.form._fields
-        self.in_lanes = suits_lanes(self.model) if solves else few_states(self.model)
+        # Whether the tables of eight seeds fit into the cache.
+        narrow = int(np.diff(self.model.start).max()) <= NARROW
+        self.in_lanes = suits_lanes(self.model) if solves else narrow
         self.chunks = max(1, min(self.chunks, 4_000 // mdp.num_pairs))
         self.most = self.limit = self.chunks * CHUNK
         if mdp.num_pairs > 1000:  # may be slow; the first calls measure it
@@ -153,7 +145,7 @@ class EnginePlayer:
         for table in (run.sums, run.parts, {"q": q}):
             sums |= state_rows(Tally, table)
         state = state_rows(self.form, self.learner.state)
-        over_time = {name: f(run.t, run.t + 1 + n) for name, f in self.over_time.items()}
+        changing = {name: f(run.t, run.t + 1 + n) for name, f in self.over_time.items()}
         # A copy `(N or 1, n or 1, S * A)`, because the kernel may write to it.
         charged = np.array(means.flatten(-2).transpose(0, 1).numpy(), order="C")
         alike = len(charged) == 1 and not self.reacts
@@ -170,27 +162,17 @@ class EnginePlayer:
         def play_group(group: int) -> None:
             chosen = slice(group * each, (group + 1) * each)
             size, _, layers, _ = drawn[chosen].shape
-            game = Game(
-                self.model,
-                charged[0 if alike else group],
-                None if alike else width_of(lanes),
-                drawn[chosen],
-                shown[chosen],
-                rows.start,
-                n,
-                run.t,
-                NOISE[run.losses.noise],
-                self.reacts,
-                np.zeros((size, layers), np.int64),
-                np.zeros((size, layers), np.int64),
-                np.zeros((size, layers)),
-                np.zeros((size, shown.shape[-1])),
+            given: Any = (
+                *(self.model, charged[0 if alike else group], None if alike else width_of(lanes)),
+                *(drawn[chosen], shown[chosen], rows.start, n, run.t),
+                *(NOISE[run.losses.noise], self.reacts),
+                *np.zeros((2, size, layers), np.int64),  # the trajectory, and what it shows
+                *(np.zeros((size, layers)), np.zeros((size, shown.shape[-1]))),
             )
-            work, scratch = self.memory(group, size, lanes)
+            game = Game(*given)
             tally = Tally(**{name: x[group] for name, x in totals.items()})
-            fields = scratch | over_time | {"seeds": keys[chosen]}
-            fields |= {name: x[group] for name, x in states.items()}
-            learner = self.form(*(fields[name] for name in self.form._fields))
+            own = {name: x[group] for name, x in states.items()} | {"seeds": keys[chosen]}
+            learner, work = self.filled(group, size, lanes, changing | own)
             play(game, tally, learner, work, width_of(lanes))
 
         begun, calls = time.monotonic(), -(-count // each)
@@ -203,15 +185,21 @@ class EnginePlayer:
         run.q = q
         self.adapt(n, (time.monotonic() - begun) / -(-calls // torch.get_num_threads()))
 
-    def memory(self, group: int, size: int, lanes: int | None) -> tuple[Work, dict[str, Any]]:
-        """Scratch memory and settings of a group of seeds, which are made once in a run."""
+    def filled(
+        self, group: int, size: int, lanes: int | None, given: dict[str, Any]
+    ) -> tuple[Any, Work]:
+        """The compiled learner of a group of seeds, and scratch memory, made once in a run.
+
+        `given` has the fields that change between calls.
+        """
         if group not in self.kept:
             work = make_work(self.settings.get("believed", self.model), allocator(lanes))
             if lanes is not None:
                 work.notes[USED, size:] = 0.0
             names = (name for name in self.form._fields if name not in self.over_time)
             self.kept[group] = work, {name: self.fill(name, lanes) for name in names}
-        return cast("tuple[Work, dict[str, Any]]", self.kept[group])
+        work, fields = self.kept[group][0], self.kept[group][1] | given
+        return self.form(*(fields[name] for name in self.form._fields)), work
 
     def fill(self, name: str, lanes: int | None) -> Any:
         """The value of a field of the compiled form: a setting, or scratch memory."""
@@ -239,11 +227,6 @@ class EnginePlayer:
             self.most = min(2 * self.most, self.limit)
 
 
-def few_states(model: Model) -> bool:
-    """Whether the tables of eight seeds fit into the cache; see `suits_lanes`."""
-    return int(np.diff(model.start).max()) <= NARROW
-
-
 def state_rows(form: Any, table: dict[str, Tensor]) -> dict[str, Floats]:
     """The tensors `(N, ...)` that a named tuple has fields for, as arrays that kernels change."""
     found, hints = {}, _field_types(form)
@@ -268,9 +251,7 @@ def _repeated(value: Any, hint: Any, lanes: int | None) -> Any:
     if hasattr(value, "_fields"):
         kind: Any = type(value)
         hints = _field_types(kind)
-        return kind(
-            *(_repeated(getattr(value, name), hints[name], lanes) for name in value._fields)
-        )
+        return kind(*(_repeated(x, hints[name], lanes) for name, x in value._asdict().items()))
     if hint is Shared or not isinstance(value, np.ndarray) or value.dtype != np.float64:
         return value
     return value.copy() if lanes is None else pack(value[None], lanes)[0]

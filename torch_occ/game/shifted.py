@@ -120,16 +120,13 @@ class ShiftedFTRL(FTRL):
         """The prediction in the loss of the step, 0 before hints begin."""
         return self.prediction(t) * (t >= self.threshold)
 
-    def room(self) -> Tensor:
-        """b (1 + B), the limit of the ledger, `(N,)`."""
-        return self.budget * (1 + self.state["stability"].sum(-1))
-
     def loss(self, t: int) -> Tensor:
         return self.state["cumulative_loss"] + self.state["shift"] + self.hint(t)
 
     @torch.no_grad()
     def propose(self, t: int) -> Tensor:
-        state, last, room = self.state, self.state["shift"], self.room()
+        state, last = self.state, self.state["shift"]
+        room = self.budget * (1 + state["stability"].sum(-1))  # the limit of the ledger
         most = self.cap * (1 + state["stability"])[:, self.mdp.layer].unsqueeze(-1)
         apart = (t - (t >= self.threshold)) * self.prediction(t) - state["cumulative_loss"]
         share = torch.ones_like(room)
@@ -179,13 +176,8 @@ class ShiftedFTRL(FTRL):
 
 def rate_of(regularizer: Regularizer) -> float | None:
     """gamma of -(sqrt(t) / gamma) sum sqrt(q); None if psi differs."""
-    if not (
-        isinstance(regularizer, Scaled)
-        and isinstance(entropy := regularizer.regularizer, Tsallis)
-        and isinstance(rate := regularizer.factor, InverseSqrt)
-        and regularizer.power == -1
-        and rate.gamma.numel() == 1
-    ):
-        return None
-    half = float(torch.as_tensor(entropy.power).detach()) == 0.5
-    return float(rate.gamma.detach()) if half else None
+    match regularizer:
+        case Scaled(regularizer=Tsallis(power=power), factor=InverseSqrt(gamma=gamma), power=-1):
+            if gamma.numel() == 1 and float(torch.as_tensor(power).detach()) == 0.5:
+                return float(gamma.detach())
+    return None

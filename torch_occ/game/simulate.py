@@ -8,8 +8,7 @@ import operator
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch_occ._support.streams import Purpose, check_memory, uniforms
 from torch_occ.game.callbacks import Callback, ProgressBar, tell
 from torch_occ.game.checks import Contract, warn_of_all, warn_of_first
 from torch_occ.game.estimators import Feedback
-from torch_occ.game.history import History, comparator
+from torch_occ.game.history import History, LearnerComparison, comparator
 from torch_occ.game.learners import FTRL, Learner
 from torch_occ.game.losses import LossProcess, check_noise, mean_square, second_moments
 from torch_occ.mdp.checks import check_that
@@ -108,9 +107,8 @@ def integers(name: str, values: Any) -> tuple[int, ...]:
         return tuple(operator.index(value) for value in values)
     except TypeError:
         shown = list(values) if isinstance(values, Iterable) else values
-        raise TypeError(
-            f"{name}: expected integers, for example range(1, 9), got {shown!r}"
-        ) from None
+        expected = "integers, for example range(1, 9)"
+        raise TypeError(f"{name}: expected {expected}, got {shown!r}") from None
 
 
 def check_seeds(seeds: tuple[int, ...]) -> None:
@@ -183,7 +181,7 @@ class TorchPlayer:
             table = None if tables is None else run.losses.draw(mean, tables[:, i])
             # A copy: the learner may change it, and the process keeps the original.
             table = mean.clone() if table is mean else table
-            feedback = self.walk(run.losses, policy, mean, table, numbers[:, i])
+            feedback = self.walk(run, policy, mean, table, numbers[:, i])
             run.contract.drawn(run.t, feedback)
             run.tally(mean, feedback)
             run.learner.observe(run.t, proposed, feedback)
@@ -204,12 +202,7 @@ class TorchPlayer:
         return policy, policy.clone()
 
     def walk(
-        self,
-        losses: LossProcess,
-        policy: Tensor,
-        mean: Tensor,
-        table: Tensor | None,
-        numbers: Tensor,
+        self, run: Simulation, policy: Tensor, mean: Tensor, table: Tensor | None, numbers: Tensor
     ) -> Feedback:
         """Sample one trajectory per seed, with numbers for action, loss and next state.
 
@@ -222,7 +215,7 @@ class TorchPlayer:
             state = here.start + local
             action = invert(policy[every, state].cumsum(-1), numbers[:, k, 0])
             if table is None:
-                loss = losses.draw(mean[every, state, action], numbers[:, k, 1])
+                loss = run.losses.draw(mean[every, state, action], numbers[:, k, 1])
             else:
                 loss = table[every, state, action]
             if k + 1 < self.mdp.horizon:
@@ -487,18 +480,12 @@ class Simulation:
         for name, value in own.items():
             setattr(self, name, value)
 
-    @cached_property
+    @property
     def fingerprints(self) -> dict[str, str]:
         """Hashes of everything that decides the numbers of the run."""
-        return fingerprints(
-            mdp=self.mdp,
-            learner=self.learner,
-            losses=self.losses,
-            seeds=self.seeds,
-            episodes=self.episodes,
-            checkpoints=self.checkpoints,
-            backend=(self.player.name, CHUNK),
-        )
+        names = ("mdp", "learner", "losses", "seeds", "episodes", "checkpoints")
+        parts = {name: getattr(self, name) for name in names}
+        return fingerprints(**parts, backend=(self.player.name, CHUNK))
 
 
 # -- `simulate`: play a learner against losses for all seeds, with callbacks and saved runs --------
@@ -594,3 +581,45 @@ def simulate(
     history = simulation.history()
     tell(watching, "on_end", simulation, history)
     return history
+
+
+def compare_learners(
+    mdp: LayeredMDP,
+    learners: Mapping[str, Learner],
+    losses: LossProcess,
+    episodes: int,
+    seeds: Sequence[int] = tuple(range(8)),
+    *,
+    baseline: str | None = None,
+    **options: Any,
+) -> LearnerComparison:
+    """Play every learner on the same seeds.
+
+    Args:
+        learners: by the name that tables and figures show.
+        losses: the loss process that all of them play against.
+        seeds: at least two, because intervals need two.
+        baseline: the learner that the others are compared with; the first by default.
+        options: further options of `simulate`: `checkpoints`, `callbacks`, `backend`, `progress`.
+
+    Returns:
+        The histories, with paired differences, a figure and tables.
+
+    Raises:
+        ValueError: if there are fewer than two learners or seeds, or if no learner has the name of
+            the baseline.
+    """
+    fine, expected = isinstance(learners, Mapping), 'a dictionary, {"name": learner, ...}'
+    check_that(fine, "learners", expected, type(learners).__name__, TypeError)
+    if "save_to" in options:
+        raise ValueError("save_to: a file holds one run; simulate each learner with its own file")
+    names, seeds = list(learners), list(seeds)
+    check_that(len(names) >= 2, "learners", "at least two to compare", names)
+    check_that(len(seeds) >= 2, "seeds", "at least two, which intervals need", seeds)
+    baseline = names[0] if baseline is None else baseline
+    check_that(baseline in learners, "baseline", f"one of {names}", repr(baseline))
+    histories = {
+        name: simulate(mdp, learner, losses, episodes, seeds, **options)
+        for name, learner in learners.items()
+    }
+    return LearnerComparison(histories, baseline)

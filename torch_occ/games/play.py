@@ -162,10 +162,9 @@ class MatchPlayer:
                 seen = *path, path[0] * 1.0, np.zeros((1, 0))
                 game = loop.Game(player.model, *no, 0, 0, run.t, 0, False, *seen)
                 tally = loop.Tally(**{name: x[seed] for name, x in (shared | own[i]).items()})
-                work, fields = player.memory(seed, 1, None)
                 states, over = given[i]
-                fields = fields | over | {name: x[seed] for name, x in states.items()}
-                learner = player.form(*(fields[name] for name in player.form._fields))
+                own_state = {name: x[seed] for name, x in states.items()}
+                learner, work = player.filled(seed, 1, None, over | own_state)
                 last, way = match.game.last_pairs[i].numpy(), match.paths[i].numpy()
                 ends = last, way, match.losses[i].numpy()
                 sides.append(loop.Side(game, tally, *ends, learner, work))

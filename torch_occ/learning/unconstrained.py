@@ -59,40 +59,28 @@ def unconstrain(module: Module, only: Sequence[str] | None = None) -> Module:
         ValueError: if a parameter is at the edge of its domain, which no free parameter reaches;
             if it has a batch shape; or if no parameter has a name in `only`. Nothing is changed.
     """
-    found = [
-        (owner, name, constraint)
-        for owner in module.modules()
-        if isinstance(owner, Parametrized)
-        for name, constraint in owner.arg_constraints.items()
-        if name in own_parameters(owner) and (only is None or name in only)
-    ]
-    names = {name for _, name, _ in found}
-    free = {
-        name
-        for owner in module.modules()
-        if isinstance(owner, Parametrized) and parametrize.is_parametrized(owner)
-        for name in owner.parametrizations
-    }
+    parts = [part for part in module.modules() if isinstance(part, Parametrized)]
+    declared = [(part, name) for part in parts for name in part.arg_constraints]
     for name in only or ():
-        if name not in names | free:
+        if name not in {name for _, name in declared}:
             raise ValueError(f"only: there is no parameter {name!r} with a declared domain")
-    for owner, name, constraint in found:
-        _check_single(owner, name, constraint)
-    for part in module.modules():
-        for name in part.arg_constraints if isinstance(part, Parametrized) else ():
-            own = own_parameters(part).get(name)
-            if own is not None and name not in names:
-                own.requires_grad_(False)
-    for owner, name, constraint in found:
-        parametrize.register_parametrization(owner, name, Domain(constraint))
-    for part in module.modules():
-        if isinstance(part, FTRLStep):
-            part.use(part.backend)  # it looks up the parameters again
+    bound = [(part, name) for part, name in declared if name in own_parameters(part)]
+    chosen = [(part, name) for part, name in bound if only is None or name in only]
+    for part, name in chosen:
+        _check_single(part, name)
+    for part, name in bound:
+        if (part, name) in chosen:
+            parametrize.register_parametrization(part, name, Domain(part.arg_constraints[name]))
+        else:
+            getattr(part, name).requires_grad_(False)
+    for step in module.modules():
+        if isinstance(step, FTRLStep):
+            step.use(step.backend)  # it looks up the parameters again
     return module
 
 
-def _check_single(owner: Parametrized, name: str, constraint: constraints.Constraint) -> None:
-    value: Tensor = getattr(owner, name)
+def _check_single(owner: Parametrized, name: str) -> None:
+    value, constraint = getattr(owner, name), owner.arg_constraints[name]
     place = f"{type(owner).__name__}: {name}"
     if value.dim() > owner.event_dims(name):
         raise ValueError(

@@ -66,8 +66,7 @@ def check_shapes(
             "LayeredMDP.from_tables(transition, horizon)"
         )
     tensors = tuple(map(as_tensor, transitions))
-    if not tensors:
-        raise ValueError("transitions: expected one tensor per layer, got none")
+    check_that(bool(tensors), "transitions", "one tensor per layer", "none")
     first = tensors[0]
     for k, p in enumerate(tensors):
         name = f"transitions[{k}]"
@@ -86,9 +85,8 @@ def check_shapes(
             _check_indices(name, p)
         elif p.dim() < 3:
             hint = "; make it sparse, or give it three dimensions" if p.dim() == 2 else ""
-            raise unexpected(
-                name, f"shape (*batch, S_{k}, A, S_{k + 1})", f"{tuple(p.shape)}{hint}"
-            )
+            expected = f"shape (*batch, S_{k}, A, S_{k + 1})"
+            raise unexpected(name, expected, f"{tuple(p.shape)}{hint}")
     num_actions = _count_actions(tensors, actions, initial)
     num_next = None
     for k, p in enumerate(tensors):

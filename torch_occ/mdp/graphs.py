@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, ClassVar
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_occ.mdp.checks import as_tensor, check_table, unexpected
+from torch_occ.mdp.checks import as_tensor, check_table, check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.mdp.unroll import ABSORBING, layer_tensor
@@ -52,8 +53,6 @@ class GraphMDP(LayeredMDP):
     _owner: Tensor
     _penalty: Tensor | None
 
-    kept: ClassVar = ("edges", "nodes", "_owner", "_penalty")
-
     def __init__(
         self,
         *,
@@ -78,9 +77,8 @@ class GraphMDP(LayeredMDP):
     def _of_pairs(self, name: str, x: Tensor) -> Tensor:
         """Give each pair the number of its edge, and zero if it has none."""
         x = as_tensor(x)
-        if x.shape[-1:] != (len(self.edges),):
-            expected = f"shape (*batch, {len(self.edges)}), one number per edge"
-            raise unexpected(name, expected, tuple(x.shape))
+        expected = f"shape (*batch, {len(self.edges)}), one number per edge"
+        check_that(x.shape[-1:] == (len(self.edges),), name, expected, tuple(x.shape))
         padded = torch.nn.functional.pad(x.to(self.dtype), (0, 1))
         return padded.index_select(-1, self._owner).unflatten(-1, self.actions.shape)
 
@@ -151,44 +149,40 @@ def from_graph(
     used = _on_paths(edges, nodes, source, target)
     if horizon is None and penalty is not None:
         raise ValueError("penalty: is for walks within a horizon; pass horizon, too")
-    if not math.isfinite(penalty or 0.0):
-        raise unexpected("penalty", "a finite number", penalty)
+    check_that(math.isfinite(penalty or 0.0), "penalty", "a finite number", penalty)
     if horizon is None:
         layers = _by_depth(used, nodes, source, target)
     else:
         layers = _by_time(used, source, target, horizon, penalty is None)
-    num_actions = max(len(moves) for layer in layers for moves in layer.values())
     number = {node: i for i, node in enumerate(nodes)}
+    num_actions = max(len(moves) for layer in layers for moves in layer.values())
+    owner = torch.full((sum(map(len, layers)), num_actions), len(edges))
+    # Which pairs exist, and after which a walk has not arrived.
+    actions, late = torch.zeros(2, *owner.shape, dtype=torch.bool)
     transitions: list[Tensor] = []
     origin: list[int] = []  # (S,)
-    counts: list[int] = []  # (S,), of actions
-    owner: list[int] = []  # (S * A,)
-    late: list[bool] = []  # (S * A,), the pairs after which a walk has not arrived
-    for k, layer in enumerate(layers):
-        following = {place: i for i, place in enumerate((*layers, {})[k + 1])}
-        outcomes = []
-        for s, ((node, waits), moves) in enumerate(layer.items()):
-            outcomes += [(s, a, following.get(there, 0)) for a, (_, there) in enumerate(moves)]
-            origin.append(ABSORBING if waits else number[node])
-            counts.append(len(moves))
-            absent = num_actions - len(moves)
-            owner += [len(edges) if edge is None else edge for edge, _ in moves]
-            owner += [len(edges)] * absent
-            late += [k + 1 == len(layers) and there[0] != target for _, there in moves]
-            late += [False] * absent
-        state, action, after = torch.tensor(outcomes).T
+    for layer, after in pairwise((*layers, {})):
+        following = {place: i for i, place in enumerate(after)}
+        outcomes = [
+            (s, a, following.get(there, 0), len(edges) if edge is None else edge)
+            for s, moves in enumerate(layer.values())
+            for a, (edge, there) in enumerate(moves)
+        ]
+        state, action, there, edge = torch.tensor(outcomes).T
+        own = len(origin) + state, action
+        actions[own], owner[own] = True, edge
+        origin += [ABSORBING if waits else number[node] for node, waits in layer]
         shape = (len(layer), num_actions, len(following) or 1)
         ones, sparse = torch.ones(len(outcomes), dtype=dtype), math.prod(shape) > DENSE_TABLE
-        transitions.append(layer_tensor((state, action, after), ones, shape, sparse))
+        transitions.append(layer_tensor((state, action, there), ones, shape, sparse))
+    late[own] = torch.tensor([there[0] != target for moves in layer.values() for _, there in moves])
     return GraphMDP(
         edges=edges,
         nodes=nodes,
-        owner=torch.tensor(owner),
-        penalty=None
-        if penalty is None
-        else penalty * torch.tensor(late).to(dtype).unflatten(0, (-1, num_actions)),
+        owner=owner.flatten(),
+        penalty=None if penalty is None else penalty * late.to(dtype),
         transitions=transitions,
-        actions=torch.arange(num_actions) < torch.tensor(counts).unsqueeze(-1),
+        actions=actions,
         origin=torch.tensor(origin),
     )
 

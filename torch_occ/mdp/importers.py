@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torch_occ._support.choices import extra
-from torch_occ.mdp.checks import Table, unexpected
+from torch_occ.mdp.checks import Table, check_that, unexpected
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.unroll import ABSORBING, Outcomes, finish, unroll
 
@@ -41,8 +41,6 @@ class RewardMDP(LayeredMDP):
 
     reward: Tensor  # (S, A), expected rewards, zero where the episode is over
     reward_range: tuple[float, float]
-
-    kept: ClassVar = ("reward", "reward_range")
 
     def __init__(self, *, reward: Tensor, reward_range: tuple[float, float], **layout: Any) -> None:
         super().__init__(**layout)
@@ -210,7 +208,14 @@ def from_gymnasium(
             f"make it with max_episode_steps={horizon}"
         )
     if initial is None:
-        initial = _published_initial(env, name)
+        named = (getattr(env.unwrapped, x, None) for x in ("initial_state_distrib", "isd"))
+        published = next((x for x in named if x is not None), None)
+        if published is None:
+            raise ValueError(
+                f"initial: {name} does not publish its initial distribution "
+                "(initial_state_distrib); pass one as initial"
+            )
+        initial = torch.as_tensor(np.asarray(published, dtype=np.float64)).ravel()
     return build(outcomes, rewards, horizon, initial)
 
 
@@ -222,10 +227,8 @@ def _make(env: Any, options: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
             raise ValueError(
                 "options: are for making an environment from its id; this one is made already"
             )
-        if not isinstance(env, gymnasium.Env):
-            raise TypeError(
-                f"env: expected a Gymnasium environment or its id, got {type(env).__name__}"
-            )
+        kind, expected = type(env).__name__, "a Gymnasium environment or its id"
+        check_that(isinstance(env, gymnasium.Env), "env", expected, kind, TypeError)
         return env
     try:
         return gymnasium.make(env, **options)
@@ -295,14 +298,3 @@ def _outcomes_in(rows: Any, state: int, place: str) -> list[tuple[float, ...]]:
         ]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{place}: expected lists of {OUTCOME}, by action: {error}") from error
-
-
-def _published_initial(env: Any, name: str) -> Tensor:
-    for attribute in ("initial_state_distrib", "isd"):
-        found = getattr(env.unwrapped, attribute, None)
-        if found is not None:
-            return torch.as_tensor(np.asarray(found, dtype=np.float64)).ravel()
-    raise ValueError(
-        f"initial: {name} does not publish its initial distribution (initial_state_distrib); pass "
-        "one as initial"
-    )

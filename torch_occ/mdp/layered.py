@@ -73,8 +73,6 @@ class LayeredMDP:
     origin: Tensor
     #: Whether the probabilities are hidden; see `blind`.
     is_blind: ClassVar[bool] = False
-    #: What a subclass adds, and conversions keep.
-    kept: ClassVar[tuple[str, ...]] = ()
     #: The joint transitions of small constant models, made of these versions of their parts.
     _joint: ClassVar[tuple[list[int], Tensor] | None] = None
 
@@ -501,16 +499,17 @@ class LayeredMDP:
         """The same model with every tensor converted, like `nn.Module._apply`."""
 
         def converted(x: Any) -> Any:
+            if isinstance(x, Layer):
+                return x.map_tensors(function)
+            if isinstance(x, dict):
+                return {name: converted(part) for name, part in x.items()}
+            if type(x) is tuple:
+                return tuple(map(converted, x))
             return function(x) if isinstance(x, Tensor) else x
 
-        other = object.__new__(type(self))
-        names = ("initial", "actions", "origin", "is_blind", *_LAYOUT, *self.kept)
-        other.__dict__.update({name: converted(getattr(self, name)) for name in names})
-        other.__dict__.update(
-            layers=tuple(layer.map_tensors(function) for layer in self.layers),
-            missing={name: converted(mask) for name, mask in self.missing.items()},
-            action_groups=tuple((function(s), function(a)) for s, a in self.action_groups),
-        )
+        other, of_layers = object.__new__(type(self)), ("probabilities", "_joint")
+        kept = {name: x for name, x in vars(self).items() if name not in of_layers}
+        other.__dict__.update(converted(kept))
         return other
 
     @cached_property

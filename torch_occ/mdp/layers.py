@@ -102,6 +102,14 @@ class DenseLayer:
     def _cumulative(self) -> Tensor:
         return self.probabilities.cumsum(-1)
 
+    def rows(self, pair: Tensor) -> tuple[Tensor, Tensor]:
+        """The next states of pairs `(N,)` s * A + a, and their probabilities, `(N, K)` each.
+
+        Where a pair has fewer than K successors, others have the probability zero.
+        """
+        shares = self.probabilities.flatten(0, 1)[pair]
+        return torch.arange(shares.shape[-1], device=pair.device).expand_as(shares), shares
+
     def with_probabilities(self, probabilities: Tensor) -> DenseLayer:
         """The same layer with other probabilities."""
         return DenseLayer(probabilities)
@@ -261,14 +269,18 @@ class SparseLayer:
         return {"pattern": self.pattern, "probabilities": self.probabilities}
 
     def draw(self, state: Tensor, action: Tensor, uniform: Tensor) -> Tensor:
-        pair = state * self.sizes[1] + action
+        following, shares = self.rows(state * self.sizes[1] + action)
+        chosen = invert(shares.cumsum(-1), uniform)
+        return following.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+
+    def rows(self, pair: Tensor) -> tuple[Tensor, Tensor]:
         first, end = self.pattern.starts[pair].long(), self.pattern.starts[pair + 1].long()
         # (N, most successors)
         entries = first.unsqueeze(-1) + torch.arange(int((end - first).max()), device=pair.device)
         exists = entries < end.unsqueeze(-1)
         entries = torch.where(exists, entries, 0)
-        chosen = invert(torch.where(exists, self.probabilities[entries], 0.0).cumsum(-1), uniform)
-        return self.pattern.next[first + chosen].long()
+        shares = torch.where(exists, self.probabilities[entries], 0.0)
+        return self.pattern.next[entries].long(), shares
 
     def with_probabilities(self, probabilities: Tensor) -> SparseLayer:
         return SparseLayer(self.pattern, probabilities)

@@ -255,11 +255,8 @@ class Composition:
         def factor(x: float | str | None) -> Weight:
             if isinstance(x, str):
                 return Weight(powers={tables.Factor(part, x): 1.0})
-            if isinstance(x, Tensor):
-                raise TypeError(
-                    f"{type(part).__name__}.table: expected numbers and names of parameters, got a "
-                    "tensor"
-                )
+            place, expected = f"{type(part).__name__}.table", "numbers and names of parameters"
+            check_that(not isinstance(x, Tensor), place, expected, "a tensor", TypeError)
             return Weight(1.0 if x is None else float(x))
 
         p = term.function.p if isinstance(term.function, tables.Power) else 0.0
@@ -268,11 +265,11 @@ class Composition:
         return Weighted(term.argument, type(term.function), *rows)
 
     def _structure(self) -> list[tuple[Regularizer, list[Any]]]:
-        tables = [
-            (leaf, leaf.table() if isinstance(leaf, TabularRegularizer) else ())
-            for leaf in self.regularizer.leaves()
-        ]
-        return [(leaf, [(x.argument, type(x.function)) for x in table]) for leaf, table in tables]
+        def terms_of(leaf: Regularizer) -> list[Any]:
+            table = leaf.table() if isinstance(leaf, TabularRegularizer) else ()
+            return [(term.argument, type(term.function)) for term in table]
+
+        return [(leaf, terms_of(leaf)) for leaf in self.regularizer.leaves()]
 
     def values(self, t: Tensor) -> list[Tensor]:
         """Return the values of the factors now, after `check`; broadcast as `(*batch, S, A)`."""

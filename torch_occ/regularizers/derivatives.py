@@ -84,13 +84,8 @@ class Evaluator:
         for (owner, key), value in zip(self.factors, parameters, strict=False):
             if owner is not None and key:
                 owner.check_value(key, value)
-
-        def check() -> None:
-            for part, _ in self.composition.others:
-                part.validate()
-
-        if self.composition.others:
-            self._with(parameters, check)
+        for part, _ in self.composition.others:
+            self._with(parameters, part.validate)
 
     def batch_shapes(self, parameters: Sequence[Tensor]) -> dict[str, torch.Size]:
         """Return the batch shape of each parameter by name."""
@@ -109,8 +104,6 @@ class Evaluator:
         """Return the function from inputs to values, at these parameters and this t."""
         values = [spread_batch(t), *parameters[: len(self.factors)]]
         weights, evaluate = self.composition.weigh(values), self.composition.evaluate
-        if not self.owners:
-            return lambda inputs: evaluate(weights, inputs)
         return lambda inputs: self._with(parameters, lambda: evaluate(weights, inputs))
 
 
@@ -187,12 +180,10 @@ Hessian = Separable | Blocks | Full
 
 
 def combine(first: Hessian, second: Hessian) -> Hessian:
-    """Return the sum, in the more general form of the two."""
+    """Return the sum, in the more general form of the two, which are not both separable."""
     if isinstance(first, Full) or isinstance(second, Full):
         return Full(first.to_full().matrix + second.to_full().matrix, first.actions)
-    if isinstance(first, Blocks) or isinstance(second, Blocks):
-        return Blocks(first.to_blocks().blocks + second.to_blocks().blocks, first.actions)
-    return Separable(first.d + second.d, first.w + second.w, first.c + second.c, first.actions)
+    return Blocks(first.to_blocks().blocks + second.to_blocks().blocks, first.actions)
 
 
 # -- Gradient and Hessian -------------------------------------------------------------------------

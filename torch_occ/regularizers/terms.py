@@ -184,8 +184,9 @@ class Weight:
 
         powers = numbered(self.powers)
         over = tuple((i, p) for i, p in powers if i and p > 0.0)
-        under = tuple((i, p) for i, p in powers if not i or p < 0.0)
-        return WeightRow(self.constant, over, under, numbered(self.slopes))
+        under = tuple((i, p) for i, p in powers if i and p < 0.0)
+        time = dict(powers).get(0, 0.0)
+        return WeightRow(self.constant, over, under, time, numbered(self.slopes))
 
 
 def _add(x: Mapping[Factor, float], y: Mapping[Factor, float], sign: int) -> dict[Factor, float]:
@@ -203,7 +204,8 @@ class WeightRow(NamedTuple):
 
     constant: float
     over: tuple[tuple[int, float], ...]  # parameters with positive powers
-    under: tuple[tuple[int, float], ...]  # t, and parameters with negative powers
+    under: tuple[tuple[int, float], ...]  # parameters with negative powers
+    time: float  # the power of t, apart from the slopes
     slopes: tuple[tuple[int, float], ...]
 
     def at(self, values: Sequence[Any], known: dict[Any, Any] | None = None) -> Any:
@@ -215,24 +217,20 @@ class WeightRow(NamedTuple):
         over: Any = self.constant
         for i, p in self.over:
             over = over * (values[i] if p == 1.0 else _power(values[i], p))
-        under = self.under
-        if not under and not self.slopes:
+        if not (self.under or self.time or self.slopes):
             return over
-        if under == ((0, -0.5),) and not self.slopes:
-            return over / _power(values[0], 0.5)
-        known = {} if known is None else known
-        if (under, self.slopes) not in known:
-            known[under, self.slopes] = self._inverse_rate(values)
-        return known[under, self.slopes] * over
+        own, known = self[2:], {} if known is None else known
+        if own not in known:
+            known[own] = self._inverse_rate(values)
+        return known[own] * over
 
     def _inverse_rate(self, values: Sequence[Any]) -> Any:
         rate: Any = None
-        time = sum(c * values[i] for i, c in self.slopes) if self.slopes else 0.0
+        time: Any = self.time
+        for i, c in self.slopes:
+            time = time + c * values[i]
         for i, p in self.under:
-            if i == 0:
-                time = time + p
-            else:
-                rate = _power(values[i], -p) if rate is None else rate * _power(values[i], -p)
+            rate = _power(values[i], -p) if rate is None else rate * _power(values[i], -p)
         if rate is None:
             return _power(values[0], time)
         if type(time) is float and time == 0.5:
@@ -245,10 +243,7 @@ class WeightRow(NamedTuple):
         """Return the derivative with respect to a value, which is no tensor; `weight` is `at`."""
         x: Any = values[i]
         found: Any = 0.0
-        power: Any = 0.0
-        for j, p in self.over + self.under:
-            if j == i:
-                power = p
+        power: Any = self.time if i == 0 else dict(self.over + self.under).get(i, 0.0)
         for j, c in self.slopes:
             if j == i:
                 found = c * weight * _log(values[0])
@@ -265,7 +260,7 @@ class WeightRow(NamedTuple):
     def factors(self) -> set[int]:
         """The values that it depends on."""
         found = {i for i, _ in self.over + self.under + self.slopes}
-        return found | {0} if self.slopes else found
+        return found | {0} if self.slopes or self.time else found
 
 
 _powers: Any = np.frompyfunc(operator.pow, 2, 1)

@@ -72,24 +72,17 @@ def empirical_transitions(
     Raises:
         ValueError: if a shape does not fit the layout, or if `pseudo_count` is negative.
     """
-    check_pseudo_count(pseudo_count)
+    check_that(pseudo_count >= 0, "pseudo_count", "a number of at least 0", pseudo_count)
     shapes, found = transition_shapes(mdp), []
-    if len(counts) != len(shapes):
-        given = f"{len(shapes)}, got {len(counts)}"
-        raise ValueError(f"counts: expected one tensor per layer, {given}")
+    per_layer = f"one tensor per layer, {len(shapes)}"
+    check_that(len(counts) == len(shapes), "counts", per_layer, len(counts))
     for k, (m, mask) in enumerate(zip(counts, mdp.split(mdp.actions, 0), strict=True)):
-        if m.shape[-3:] != shapes[k]:
-            shape = ", ".join(map(str, shapes[k]))
-            raise ValueError(f"counts[{k}]: expected shape (*batch, {shape}), got {tuple(m.shape)}")
+        shape = f"shape (*batch, {', '.join(map(str, shapes[k]))})"
+        check_that(m.shape[-3:] == shapes[k], f"counts[{k}]", shape, tuple(m.shape))
         n, total = m.shape[-1], m.sum(-1, keepdim=True) + pseudo_count
         rows = torch.where(total > 0, (m + pseudo_count / n) / total.clamp(min=1e-300), 1.0 / n)
         found.append(torch.where(mask.unsqueeze(-1), rows, 0.0))
     return tuple(found)
-
-
-def check_pseudo_count(value: float) -> None:
-    """Raise a ValueError if a pseudo-count is negative."""
-    check_that(value >= 0, "pseudo_count", "a number of at least 0", value)
 
 
 # -- Confidence widths of the empirical transitions, and the bonuses that follow from them ---------
@@ -237,7 +230,7 @@ class CountingLearner(Learner):
 
     def __init__(self, mdp: LayeredMDP, pseudo_count: float = 1.0) -> None:
         super().__init__(mdp.blind())
-        check_pseudo_count(pseudo_count)
+        check_that(pseudo_count >= 0, "pseudo_count", "a number of at least 0", pseudo_count)
         self.pseudo_count = pseudo_count
 
     def start(self, num_seeds: int) -> None:
@@ -265,7 +258,6 @@ class CountingLearner(Learner):
         return {
             "confidence": Confidence(self.pseudo_count, bounded, self.bonus, widths),
             "entry": entries(self.mdp),
-            "begun": np.zeros(1),
         } | {name: np.zeros(num_transitions(self.mdp)) for name in ("widths", "lower", "upper")}
 
     def observe(self, t: int, q: Tensor, feedback: Feedback) -> None:
@@ -289,14 +281,11 @@ class CountingLearner(Learner):
         now, before = (feedback.gather(state[name]) for name in ("visits", "epoch_visits"))
         new = (now >= (2 * before).clamp(min=1)).any(-1)  # some visited pair has doubled its count
         if bool(new.any()):
-            state["belief"] = torch.where(
-                new[:, None], self._empirical(state["counts"]), state["belief"]
-            )
-            state["epoch_visits"] = torch.where(
-                new[:, None, None], state["visits"], state["epoch_visits"]
-            )
-            state["epochs"] = state["epochs"] + new
-            state["epoch_start"] = torch.where(new, float(t + 1), state["epoch_start"])
+            begun = {"belief": self._empirical(state["counts"]), "epoch_visits": state["visits"]}
+            begun |= {"epochs": state["epochs"] + 1, "epoch_start": 0 * state["epochs"] + t + 1}
+            for name, x in begun.items():
+                where_new = new.view(-1, *(1,) * (x.dim() - 1))
+                state[name] = torch.where(where_new, x, state[name])
         return new
 
     def _empirical(self, counts: Tensor) -> Tensor:

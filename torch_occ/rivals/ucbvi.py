@@ -43,10 +43,10 @@ from torch_occ.engine.lanes import Shared, anywhere, lane, sqrt, where
 from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Work, routine
 from torch_occ.engine.learners import average, cheapest_pair, count_visit
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
-from torch_occ.game.learners import Learner
 from torch_occ.game.simulate import whole
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.rivals.beliefs import PlanningLearner, count_transitions, entries, num_transitions
+from torch_occ.rivals.beliefs import PlanningLearner, count_transitions
 
 UCBVI_HOEFFDING, UCBVI_BERNSTEIN, SHARP_HOEFFDING, EULER_BONUS, STRONG_BONUS = 0, 1, 2, 3, 4
 
@@ -192,16 +192,6 @@ def needed_episodes(algorithm: str, episodes: int | None, why: str) -> int:
     return whole(f"episodes of {algorithm}", episodes)
 
 
-def check_delta(algorithm: str, delta: float) -> float:
-    """Return `delta` if it is in (0, 1); otherwise raise a ValueError that names the algorithm."""
-    if not 0 < delta < 1:
-        raise ValueError(
-            f"delta: {algorithm} needs a probability between 0 and 1, the one with which its "
-            f"bounds may fail, for example 0.1; got {delta}"
-        )
-    return delta
-
-
 class OptimisticLearner(PlanningLearner):
     """Plays the policy of smallest lower bounds, planned before every episode.
 
@@ -214,7 +204,12 @@ class OptimisticLearner(PlanningLearner):
 
     def __init__(self, mdp: LayeredMDP, delta: float = 0.1) -> None:
         super().__init__(mdp)
-        self.delta = check_delta(type(self).__name__, delta)
+        if not 0 < delta < 1:
+            raise ValueError(
+                f"delta: {type(self).__name__} needs a probability between 0 and 1, the one with "
+                f"which its bounds may fail, for example 0.1; got {delta}"
+            )
+        self.delta = delta
 
     def start(self, num_seeds: int) -> None:
         super().start(num_seeds)
@@ -265,24 +260,21 @@ class UCBVI(OptimisticLearner):
         delta: float = 0.1,
         corruption: float = 0.0,
     ) -> None:
-        if bonus not in get_args(Kind):
-            raise ValueError(f"bonus: expected one of {', '.join(get_args(Kind))}, got {bonus!r}")
+        codes = (UCBVI_HOEFFDING, UCBVI_BERNSTEIN, SHARP_HOEFFDING)
+        kinds = dict(zip(get_args(Kind), codes, strict=True))
+        check_that(bonus in kinds, "bonus", f"one of {', '.join(kinds)}", repr(bonus))
         super().__init__(mdp, delta)
         if bonus != "sharp":
             why = "which is in its logarithm; only bonus='sharp' does without"
             episodes = needed_episodes(f"UCBVI with bonus={bonus!r}", episodes, why)
-        if not 0 <= corruption < math.inf:
-            raise ValueError(
-                f"corruption: expected a finite number of at least 0, got {corruption}"
-            )
+        fine = 0 <= corruption < math.inf
+        check_that(fine, "corruption", "a finite number of at least 0", corruption)
         if corruption and bonus == "bernstein":
             raise ValueError(
                 "corruption: UCBVI with bonus='bernstein' estimates variances from the changed "
                 "losses, for which no bound is known here; use bonus='sharp' or 'hoeffding'"
             )
-        codes = (UCBVI_HOEFFDING, UCBVI_BERNSTEIN, SHARP_HOEFFDING)
-        self.bonus = dict(zip(get_args(Kind), codes, strict=True))[bonus]
-        self.corruption = corruption
+        self.bonus, self.corruption = kinds[bonus], corruption
         self.max_episodes = None if bonus == "sharp" else episodes
         self.monotone = bonus != "sharp"
 
@@ -343,6 +335,7 @@ class CompiledLayers(NamedTuple):
     visits: PerPair  # (R + 1, S * A)
     losses: PerPair  # (R + 1, S * A)
     counts: Floats  # (R + 1, M)
+    lower: PerPair  # Q_lower
     possible: PerPair  # (R, S * A), 1 where the layer found the action possible at its last turn
     seeds: Any
     bonus: int
@@ -352,15 +345,14 @@ class CompiledLayers(NamedTuple):
     entry: Ints
     mean: Floats  # (R + 1, S * A)
     root: Floats  # (R + 1, S * A)
-    layer: Floats  # (1,), the layer that plays
-    lower: PerPair
+    layer: Annotated[Floats, 1]  # the layer that plays
     allowed: PerPair
     bounds: Annotated[Floats, 2, "pairs"]
     values: Annotated[Floats, 3, "states"]
     choice: PerState
 
 
-class MultiLayerUCBVI(Learner):
+class MultiLayerUCBVI(OptimisticLearner):
     """Multi-layer UCBVI, simplified (after Lykouris, Simchowitz, Slivkins and Sun, 2021).
 
     The losses are stochastic, but an adversary has changed some of them, by an unknown amount C
@@ -386,28 +378,28 @@ class MultiLayerUCBVI(Learner):
     """
 
     compiled = CompiledLayers
-    bonus, monotone = SHARP_HOEFFDING, False
+    bonus = SHARP_HOEFFDING
 
     def __init__(self, mdp: LayeredMDP, episodes: int, delta: float = 0.1) -> None:
-        super().__init__(mdp.blind())
+        super().__init__(mdp, delta)
         why = "which decides the number of its layers"
         T = self.max_episodes = needed_episodes("MultiLayerUCBVI", episodes, why)
-        self.delta = check_delta("MultiLayerUCBVI", delta)
         R = self.layers = max(1, math.ceil(math.log2(T)))
         # In the bonus: a union over data and visits; and twice the changes that a layer sees.
         self.logarithm = math.log(4 * mdp.num_pairs * (R + 1) * T / delta)
         self.corruption = 2 * (math.log(2 * mdp.horizon * R / delta) + 3)
 
     def start(self, num_seeds: int) -> None:
-        pairs = self._zeros(num_seeds).unsqueeze(1).repeat(1, self.layers + 1, 1, 1)
-        counts = pairs.new_zeros(num_seeds, self.layers + 1, num_transitions(self.mdp))
-        self.state = {"visits": pairs, "losses": pairs.clone(), "counts": counts}
-        self.state["possible"] = self.mdp.actions.to(pairs).expand_as(pairs[:, 1:]).clone()
+        super().start(num_seeds)
+        for name in ("visits", "losses", "counts"):
+            rows = self.state[name].unsqueeze(1).repeat_interleave(self.layers + 1, 1)
+            self.state[name] = rows
+        possible = self.mdp.actions.to(self.mdp.dtype).expand(num_seeds, self.layers, -1, -1)
+        self.state["possible"] = possible.clone()
 
     def settings(self) -> dict[str, Any]:
         shape = self.layers + 1, self.mdp.actions.numel()
-        found = {"mean": np.zeros(shape), "root": np.zeros(shape), "layer": np.zeros(1)}
-        return found | {"entry": entries(self.mdp)}
+        return super().settings() | {"mean": np.zeros(shape), "root": np.zeros(shape)}
 
 
 @propose.register(CompiledLayers)

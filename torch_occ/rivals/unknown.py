@@ -9,7 +9,7 @@ which is the default, has none of these and no proof.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from torch_occ.engine.learners import take_step
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, occupy_by, propose
 from torch_occ.game.learners import FTRL
 from torch_occ.game.players import solver_settings
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, uniform_policy
 from torch_occ.regularizers.base import Regularizer
@@ -62,7 +63,7 @@ class CompiledUnknown(NamedTuple):
     loss: PerPair  # of the step
     estimate: PerPair
     fresh: PerPair  # the q with which an epoch begins
-    begun: Floats  # (1,), whether an epoch begins
+    begun: Annotated[Floats, 1]  # whether an epoch begins
 
 
 class UnknownFTRL(CountingLearner):
@@ -103,8 +104,8 @@ class UnknownFTRL(CountingLearner):
             ("regularizer", regularizer, Regularizer, "jin_luo(mdp)"),
             ("widths", widths, Widths | None, 'rivals.Widths.of("practical", mdp)'),
         ):
-            if not isinstance(value, kind):
-                raise TypeError(f"{name}: expected for example occ.{example}, got {value!r}")
+            fine = isinstance(value, kind)
+            check_that(fine, name, f"for example occ.{example}", repr(value), TypeError)
         if widths is None and bonus:
             raise ValueError(
                 "widths: a bonus needs confidence widths, for example "

@@ -124,7 +124,7 @@ class WeightsOverTime:
         one = torch.ones(1, dtype=torch.float64)
         values = self.composition.values(one)
         exponents = [
-            sum(c * values[i] for i, c in term.weight.slopes) + dict(term.weight.under).get(0, 0.0)
+            sum((c * values[i] for i, c in term.weight.slopes), term.weight.time)
             for term in self.composition.terms
         ]
         return torch.cat([self.at(one), self._flat(exponents, 1)]).numpy()

@@ -10,7 +10,6 @@ curvatures    phi_H, phi_L, the Hessian and its inverse        lem:def_M, lem:M_
 terms         the penalty, the stability, and their bounds     lem:key_lemma_bound_penalty
 bounds        conditions, constants, bounds, parameters        thm:main_general
 runs          the regret of a run as penalty and stability     lem:key_lemma_ftrl
-certificates  the terms of the regret bounds, evaluated during a run
 shifted       FTRL with a budgeted shift: lemmas and theorems of docs/adaptive.md
 """
 
@@ -82,7 +81,7 @@ from torch_occ.theory.runs import Decomposition as Decomposition
 from torch_occ.theory.runs import Recorder as Recorder
 from torch_occ.theory.runs import decompose as decompose
 from torch_occ.theory.runs import proper_comparator as proper_comparator
-from torch_occ.theory.certificates import Certificate as Certificate
+from torch_occ.theory.runs import Certificate as Certificate
 from torch_occ.theory import shifted as _shifted  # noqa: F401, it is occ.theory.shifted
 
 #: Where names of version 0.2 are now. They still work here, with a warning, until version 0.4.

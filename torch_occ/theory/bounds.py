@@ -203,10 +203,6 @@ def adversarial_bound(mdp: LayeredMDP, parameters: Parameters, episodes: Tensor)
     return rate * episodes.sqrt() + lower_order(mdp, parameters, episodes)
 
 
-def _inverse_gaps(mdp: LayeredMDP, gap: Tensor, mapping: Tensor) -> Tensor:
-    return outside(torch.where(mdp.actions, 1 / gap, 0.0), mapping)
-
-
 def stochastic_bound(
     mdp: LayeredMDP,
     parameters: Parameters,
@@ -225,7 +221,8 @@ def stochastic_bound(
     """
     X, Y, _ = explicit(mdp, parameters)
     V = lower_order(mdp, parameters, episodes)
-    sums = X**2 * _inverse_gaps(mdp, gap, mapping) + Y**2 / minimal_gap(mdp, gap, mapping)
+    inverse_gaps = outside(torch.where(mdp.actions, 1 / gap, 0.0), mapping)
+    sums = X**2 * inverse_gaps + Y**2 / minimal_gap(mdp, gap, mapping)
     u = (1 + episodes.log()) / 2 * sums
     return 2 * (u * (1.5 * corruption + V + u)).sqrt() + 2 * u + V
 

@@ -22,8 +22,7 @@ from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.regularizers.catalog import Tsallis
 from torch_occ.regularizers.schedules import InverseSqrt
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.theory.certificates import running_weights
-from torch_occ.theory.runs import tilde
+from torch_occ.theory.runs import running_weights, tilde
 from torch_occ.theory.statements import Statement, episodes, statement
 from torch_occ.theory.terms import outside
 
@@ -101,12 +100,7 @@ class ShiftCertificate(Callback):
         taken to be linear in log t between checkpoints. Compare means over seeds.
         """
         mdp, settings = self.learner.mdp, ShiftSettings.of(self.learner)
-        t, total, q, gamma = (
-            self.all("t")[1:],
-            self.all("total")[1:],
-            self.all("q")[1:],
-            settings.gamma,
-        )
+        gamma, (t, total, q) = settings.gamma, (self.all(x)[1:] for x in ("t", "total", "q"))
         u = occupancy(mdp, optimal_policy(mdp, total).policy)
         roots, best = q.sqrt().sum((-2, -1)), u.sqrt().sum((-2, -1))
         factor = 4 if settings.hints else 2

@@ -1,4 +1,4 @@
-"""The regret without playing: along the mean path, by quadrature, and of particles that leap."""
+"""The regret without playing: along the mean path, by quadrature."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_occ._support.choices import later
 from torch_occ._support.private import readable
 from torch_occ.game.estimators import Estimator, centred
 from torch_occ.game.history import comparator
@@ -385,86 +384,3 @@ def floored(mdp: LayeredMDP, q: Tensor) -> Tensor:
 def outer(x: Tensor) -> Tensor:
     """x x', `(..., n)` -> `(..., n, n)`."""
     return x.unsqueeze(-1) * x.unsqueeze(-2)
-
-
-# -- Leaping: the regret of particles that play many episodes per step -----------------------------
-
-
-#: The relative change of q that is allowed in a leap; docs/tuning.md has measurements.
-ACCURACY = 0.5
-
-#: The default number of particles.
-PARTICLES = 128
-
-
-class Leaps(NamedTuple):
-    """The pseudo-regret of N particles at C episodes."""
-
-    episodes: Tensor  # (C,)
-    regret: Tensor  # (N, C)
-    leaps: Tensor  # (N,), the number of leaps
-    uncertified: Tensor  # (N,), the number of steps without certificate
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean over the particles, `(C,)`; NaN if a step was not certified."""
-        return torch.where(self.uncertified.any(), torch.nan, self.regret.mean(0))
-
-    @property
-    def standard_error(self) -> Tensor:
-        """The standard error of the mean, `(C,)`."""
-        return self.regret.std(0) / len(self.regret) ** 0.5
-
-    @property
-    def final(self) -> Tensor:
-        """The mean after the last episode."""
-        return self.mean[-1]
-
-
-def leap(
-    mdp: LayeredMDP,
-    regularizer: Regularizer,
-    losses: Tensor | LossProcess,
-    episodes: int,
-    *,
-    estimator: Estimator | None = None,
-    particles: int = PARTICLES,
-    seed: int = 0,
-    accuracy: float = ACCURACY,
-) -> Leaps:
-    """Predict the regret of `FTRL(mdp, regularizer, estimator)` for up to 1e12 episodes.
-
-    Args:
-        regularizer: a built-in one, or a table of elementary terms, whose weights are powers of t.
-        losses: means `(S, A)` of Bernoulli losses, or a loss process whose means are fixed in
-            advance.
-        estimator: importance-weighted by default, or `ReducedVariance`.
-        particles: the number of independent runs.
-        seed: the same seed gives the same numbers.
-        accuracy: the relative change of q that is allowed in a leap. Smaller is slower and closer
-            to the algorithm.
-
-    Returns:
-        The regret of every particle.
-
-    Raises:
-        ValueError: if an argument is wrong, or the engine cannot play it.
-        TypeError: if the losses or the estimator cannot be forecast.
-    """
-    check_episodes(episodes)
-    check_that(particles >= 1, "particles", "at least 1", particles)
-    check_that(accuracy > 0, "accuracy", "a positive number", accuracy)
-    for batch in regularizer.batched():
-        raise ValueError(
-            f"regularizer: a parameter has the batch shape {tuple(batch)}, and leap takes one "
-            "regularizer at a time; forecast takes a batch"
-        )
-    estimate, phases = centred(estimator), phases_of(mdp, losses, int(episodes))
-    if mdp.batch_shape or phases.means.dim() != 3:
-        raise ValueError(
-            "leaping takes one MDP and one table of means (S, A) at a time; forecast takes batches"
-        )
-    found = later("tuning.leaps").run_leaps(
-        mdp, regularizer, estimate, phases, int(episodes), particles, seed, accuracy
-    )
-    return Leaps(*found)

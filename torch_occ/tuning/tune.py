@@ -1,4 +1,4 @@
-"""`tune`: gradients of an objective from several starts; and what to take without tuning."""
+"""`tune` minimizes forecast regret in several worlds by gradients; what to take without tuning."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -18,8 +18,9 @@ from torch_occ._support.files import Kept, State, copied
 from torch_occ._support.fingerprints import fingerprints
 from torch_occ._support.processes import stoppable
 from torch_occ.game.callbacks import Callback, tell
-from torch_occ.game.estimators import ReducedVariance
+from torch_occ.game.estimators import Estimator, ReducedVariance, centred
 from torch_occ.game.learners import FTRL, Learner
+from torch_occ.game.losses import LossProcess
 from torch_occ.game.shifted import ShiftedFTRL
 from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
@@ -27,7 +28,134 @@ from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import ConditionalEntropy, LogBarrier, Tsallis
 from torch_occ.regularizers.parameters import Parametrized, call_with
 from torch_occ.regularizers.schedules import InverseSqrt
-from torch_occ.tuning.objective import Evaluation
+from torch_occ.tuning.forecast import SMALL_NOISE, Forecast, forecast
+
+# -- The objective: forecast regret in several worlds, relative to a reference ---------------------
+#
+# In environment e, x_e is the mean over its MDPs of log((regret + floor) / (reference regret +
+# floor)). The objective is a soft maximum over environments,
+#
+#     value = 1/robustness log mean_e exp(robustness x_e).
+#
+# It is the mean of the x_e for robustness -> 0 and the largest of them for robustness -> infinity.
+
+#: The weight of the squared excess of noise over `trust`.
+DISTRUST = 30.0
+
+
+class World(NamedTuple):
+    """An environment: MDPs with their losses. Worlds with the same name are averaged."""
+
+    name: str
+    mdp: LayeredMDP  # one, or a batch of one layout (`stack`)
+    losses: Tensor | LossProcess  # means `(*batch, S, A)`, or a process that can be forecast
+
+
+class Evaluation(NamedTuple):
+    """The objective at B settings of the parameters."""
+
+    value: Tensor  # (B,)
+    regrets: dict[str, Tensor]  # by environment: the mean over its MDPs, (B,)
+    certified: Tensor  # (B,), whether every forecast was certified
+
+
+class ForecastObjective:
+    """Forecast regret after `episodes` episodes, over all worlds.
+
+    Args:
+        reference: a regularizer whose regrets are the divisors, for example `jin_luo(mdp)` with
+            the paper's constants; by default the divisor is the floor. Its loss estimates are
+            importance-weighted, also if `estimator` is given.
+        estimator: the loss estimator of all regularizers; importance-weighted by default, or
+            `ReducedVariance`. With a baseline, keep a log-barrier's beta above 1/2: below, rare
+            visits may make the regret much larger than the mean path predicts.
+        robustness: how much the worst environment counts.
+        trust: the largest share of noise at which a forecast is trusted. Beyond it, the objective
+            rises steeply, because a tuner would otherwise exploit errors of the forecast. 1 trusts
+            every forecast.
+        floor: added to every regret before the logarithm. A negative regret counts as zero, and
+            differences far below the floor have no effect.
+
+    Raises:
+        ValueError: if there are no worlds, a number is not positive, or the forecast of the
+            reference has no certificate.
+    """
+
+    def __init__(
+        self,
+        worlds: Sequence[World],
+        episodes: int,
+        *,
+        reference: Regularizer | None = None,
+        estimator: Estimator | None = None,
+        robustness: float = 4.0,
+        trust: float = SMALL_NOISE,
+        floor: float = 1.0,
+    ) -> None:
+        check_that(bool(worlds), "worlds", "at least one", "none")
+        kinds = {type(world).__name__ for world in worlds} - {World.__name__}
+        check_that(not kinds, "worlds", "a list of worlds", ", ".join(sorted(kinds)), TypeError)
+        fine, found = robustness > 0 and floor > 0, f"{robustness} and {floor}"
+        check_that(fine, "robustness, floor", "positive numbers", found)
+        self.worlds, self.episodes, self.robustness = tuple(worlds), episodes, robustness
+        self.trust, self.floor = trust, floor
+        self.estimator = centred(estimator)
+        self.scales = [torch.zeros((), dtype=torch.float64) for _ in worlds]
+        if reference is not None:
+            with torch.no_grad():
+                self.scales = [path.final for path in self._forecasts(reference, None)]
+            for world, scale in zip(worlds, self.scales, strict=True):
+                if not bool(scale.isfinite().all()):
+                    found = f"its forecast regret in {world.name!r} is {scale.tolist()}"
+                    raise ValueError(f"reference: {found}; it has no certificate")
+
+    def _forecasts(self, psi: Regularizer, estimator: Estimator | None) -> list[Forecast]:
+        return [
+            forecast(world.mdp, psi, world.losses, self.episodes, estimator=estimator)
+            for world in self.worlds
+        ]
+
+    def __call__(self, regularizer: Regularizer) -> Evaluation:
+        """Evaluate the objective; parameters `(B, 1)` broadcast with the MDPs of a world."""
+        paths = self._forecasts(regularizer, self.estimator)
+        regrets: dict[str, list[Tensor]] = {}
+        ratios: dict[str, list[Tensor]] = {}
+        for world, scale, path in zip(self.worlds, self.scales, paths, strict=True):
+            final = _batched(path.final)
+            regrets.setdefault(world.name, []).append(final)
+            ratios.setdefault(world.name, []).append(self._log(final) - self._log(scale))
+        # (environments, B)
+        x = torch.stack([torch.cat(parts, -1).mean(-1) for parts in ratios.values()])
+        r = self.robustness
+        value = (r * x).logsumexp(0) / r - math.log(len(x)) / r
+        excess = [(_batched(path.noise_share) - self.trust).clamp(min=0) for path in paths]
+        beyond = torch.stack([each.square().amax(-1) for each in excess]).amax(0)
+        means = {name: torch.cat(parts, -1).mean(-1) for name, parts in regrets.items()}
+        fine = torch.stack([_batched(path.certified).all(-1) for path in paths]).all(0)
+        return Evaluation(value + DISTRUST * beyond, means, fine)
+
+    def _log(self, regret: Tensor) -> Tensor:
+        return (regret.clamp(min=0) + self.floor).log()
+
+
+def _batched(x: Tensor) -> Tensor:
+    """Give x the shape `(B, M)`, also for one setting or one MDP."""
+    return x.reshape(1, -1) if x.dim() < 2 else x
+
+
+def stack(mdps: Sequence[LayeredMDP]) -> LayeredMDP:
+    """Stack MDPs of the same layout into a batch; raise a ValueError if layouts differ."""
+    first = mdps[0]
+    for i, other in enumerate(mdps):
+        if other.layer_sizes != first.layer_sizes or not torch.equal(other.actions, first.actions):
+            raise ValueError(f"mdps: number {i} is {other}, which has another layout than {first}")
+    transitions = [
+        torch.stack(layers) for layers in zip(*(mdp.transitions for mdp in mdps), strict=True)
+    ]
+    return LayeredMDP(
+        transitions, actions=first.actions, initial=torch.stack([mdp.initial for mdp in mdps])
+    )
+
 
 #: What is minimized: a function of a regularizer.
 Objective = Callable[[Regularizer], Evaluation]
@@ -51,26 +179,25 @@ class ParameterSpace:
         only: Sequence[str] | None,
         bounds: Mapping[str, tuple[float, float]],
     ) -> None:
-        domains = _domains(regularizer)
-        known = {each for name in domains for each in _names(name)}
+        # Users say the full name, or its last part.
+        names = {name: name.rpartition(".")[2] for name, _ in regularizer.named_parameters()}
+        known = {*names, *names.values()}
         for argument, given in (("only", only or ()), ("bounds", bounds)):
-            for name in given:
-                if name not in known:
-                    raise ValueError(
-                        f"{argument}: the regularizer has no parameter {name!r}; it has "
-                        f"{', '.join(domains)}"
-                    )
+            for name in (each for each in given if each not in known):
+                raise ValueError(
+                    f"{argument}: the regularizer has no parameter {name!r}; it has "
+                    f"{', '.join(names)}"
+                )
         found, self.transforms, self.shapes = [], dict[str, Any](), list[torch.Size]()
-        for name, domain in domains.items():
-            if only is not None and {*_names(name)}.isdisjoint(only):
+        for name, last in names.items():
+            if only is not None and {name, last}.isdisjoint(only):
                 continue
-            value = _tunable(regularizer, name)
+            value, domain = _tunable(regularizer, name)
             self.transforms[name] = transform = transform_to(domain)
             self.shapes.append(value.shape)
-            asked = [bounds[each] for each in _names(name) if each in bounds]
-            limits = (*asked, _default_bounds(domain))[0]
-            ends = [transform.inv(torch.tensor(limit, dtype=torch.float64)) for limit in limits]
-            if not (bool(ends[0].isfinite()) and bool(ends[1].isfinite()) and ends[0] < ends[1]):
+            limits = bounds.get(name, bounds.get(last, _default_bounds(domain)))
+            ends = transform.inv(torch.tensor(limits, dtype=torch.float64))
+            if not (bool(ends.isfinite().all()) and ends[0] < ends[1]):
                 raise ValueError(
                     f"bounds: {name} must satisfy {domain} with a lower and a higher end "
                     f"inside, got {limits}"
@@ -81,7 +208,7 @@ class ParameterSpace:
                     "start inside, or give other bounds"
                 )
             own = transform.inv(value).flatten()
-            found.append(torch.stack([own, *(end.expand_as(own) for end in ends)]))
+            found.append(torch.cat([own[None], ends[:, None].expand(-1, len(own))]))
         if not found:
             raise ValueError("regularizer: there is no parameter to tune")
         self.centre, self.low, self.high = torch.cat(found, -1)  # (numbers,) each
@@ -101,8 +228,11 @@ class ParameterSpace:
         return tuple(name for name, x in zip(self.transforms, met, strict=True) if bool(x.any()))
 
 
-def _tunable(regularizer: Regularizer, name: str) -> Tensor:
-    """The value of a parameter; a ValueError if a batch of starts cannot be told from its shape."""
+def _tunable(regularizer: Regularizer, name: str) -> tuple[Tensor, constraints.Constraint]:
+    """The value and the domain of a parameter.
+
+    It is a ValueError if a batch of starts cannot be told from its shape.
+    """
     owner, _, last = name.rpartition(".")
     module, parameter = regularizer.get_submodule(owner), regularizer.get_parameter(name)
     if not isinstance(module, Parametrized):
@@ -117,24 +247,7 @@ def _tunable(regularizer: Regularizer, name: str) -> Tensor:
             "starts are the batch. For one value per layer, state or pair, give occ.PerLayer, "
             "occ.PerState or occ.PerPair"
         )
-    return parameter.detach().double()
-
-
-def _names(name: str) -> tuple[str, str]:
-    """A full name and its last part."""
-    return name, name.rpartition(".")[2]
-
-
-def _domains(regularizer: Regularizer) -> dict[str, constraints.Constraint]:
-    """The declared domain of every parameter, by its name."""
-    found: dict[str, constraints.Constraint] = {}
-    for path, module in regularizer.named_modules():
-        if isinstance(module, Parametrized):
-            found |= {
-                f"{path}.{name}" if path else name: constraint
-                for name, constraint in module.arg_constraints.items()
-            }
-    return {name: found.get(name, constraints.real) for name, _ in regularizer.named_parameters()}
+    return parameter.detach().double(), module.arg_constraints.get(last, constraints.real)
 
 
 def _default_bounds(domain: constraints.Constraint) -> tuple[float, float]:
@@ -462,7 +575,7 @@ def recommended(mdp: LayeredMDP, world: Kind = "any") -> Learner:
     known = get_args(Kind)
     check_that(world in known, "world", f"one of {', '.join(map(repr, known))}", repr(world))
     if world == "stochastic":
-        return later("rivals.thompson").Thompson(mdp)
+        return later("rivals.planning").Thompson(mdp)
     if world == "any":
         return ShiftedFTRL(mdp)
     entropy, (gamma, beta) = (

@@ -1,0 +1,215 @@
+"""KL-UCB, Thompson sampling and PSRL: the optimal policy for indices of pairs, or for a sample.
+
+The random numbers are a function of the run's seed and the episode (torch_occ.engine.draws).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torch_occ._support.constants import KL_STEPS, KL_TOLERANCE
+from torch_occ.engine.draws import beta, episode_key, gamma, key_of
+from torch_occ.engine.lanes import Shared, anywhere, exp, lane, log, sqrt, where
+from torch_occ.engine.layout import PAIR, TRIAL, Floats, Ints, Model, Work, routine
+from torch_occ.engine.learners import TINY, average, observe_averages, plan
+from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
+from torch_occ.game.learners import EmpiricalLearner
+from torch_occ.rivals.beliefs import PlanningLearner, count_transitions
+from torch_occ.step.arrays import model_of
+
+# -- optimism by relative entropy ------------------------------------------------------------------
+
+
+class CompiledKLUCB(NamedTuple):
+    """`KLUCB`."""
+
+    visits: PerPair
+    losses: PerPair
+    logs: Shared  # (n + 1,), log t
+    mean: PerPair
+    root: PerPair
+    least: PerPair  # the logarithm of the index
+    choice: PerState
+
+
+class KLUCB(EmpiricalLearner):
+    """Plays the optimal policy for the smallest losses that the observations allow.
+
+    The index of a pair with N observations of average m is
+
+        min { x : N kl(m, x) <= log t },   kl(m, x) = m log(m / x) + (1-m) log((1-m) / (1-x)),
+
+    and 0 without observations. For L = 1 this is KL-UCB (Garivier and Cappe, 2011, with c = 0),
+    which attains the limit of regret (`occ.limits.lower_bound`). Where optimal policies leave out
+    states, optimism explores more than is needed (Dann, Marinov, Mohri and Zimmert, 2021);
+    docs/rivals.md has measurements. The confidence holds for all losses in [0, 1] with constant
+    means.
+    """
+
+    compiled = CompiledKLUCB
+    engine_only = True
+
+
+@propose.register(CompiledKLUCB)
+def _propose_by_indices(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    if t == 0:
+        average(learner, 0.0)
+    for i in range(len(learner.visits)):
+        mean, width = learner.mean[i], learner.logs[t + 1] / max(learner.visits[i], 1.0)
+        learner.least[i] = log_kl_lower(mean, width, learner.least[i])
+        index = where(mean < 1.0, min(exp(learner.least[i]), mean), exp(-width))
+        work.pairs[TRIAL, i] = where((learner.visits[i] > 0.0) & (mean > 0.0), index, 0.0)
+    plan(game.model, learner.choice, work)
+
+
+observe.register(CompiledKLUCB)(observe_averages)
+
+
+@routine(inline=True)
+def log_kl_lower(mean: Any, width: Any, guess: Any) -> Any:
+    """log of the smallest x with kl(mean, x) <= width, for 0 < mean < 1: Newton's method in log x.
+
+    kl is convex in log x and falls up to x = mean. So a step from above the solution leads below
+    it, and steps from below stay there, from any guess below log(mean). A small error e becomes
+    others x / ((1-x) (mean-x)) e^2 / 2, which says when the next step would change nothing.
+    """
+    others, inside = max(1.0 - mean, TINY), (mean > 0.0) & (mean < 1.0)
+    log_mean, zeros = log(max(mean, TINY)), others * log(others)
+    x = guess
+    if anywhere(not (guess < log_mean)):  # as in episode 1, where it is 0
+        usual = log_mean - sqrt(2.0 * width * others / max(mean, TINY))
+        x = where(guess < log_mean, guess, usual)
+    for _ in range(KL_STEPS):
+        other = exp(x)
+        information = mean * (log_mean - x) + zeros - others * log(1.0 - other)
+        slope = (mean - other) / (1.0 - other)
+        step = (information - width) / slope
+        x = max(x + step, -700.0)  # exp(-700) is zero for all purposes
+        left = others * other * step * step / (slope * (1.0 - other) * (1.0 - other))
+        if not anywhere(((left > KL_TOLERANCE) | (abs(step) > 1e-3)) & inside):
+            break
+    return x
+
+
+# -- posterior sampling ----------------------------------------------------------------------------
+
+
+class CompiledThompson(NamedTuple):
+    """`Thompson`."""
+
+    visits: PerPair
+    losses: PerPair
+    seeds: Any
+    choice: PerState
+
+
+class Thompson(EmpiricalLearner):
+    """Plays the optimal policy for mean losses drawn from their posterior, anew in every episode.
+
+    The mean of a pair with N observations is drawn from Beta(1 + sum of losses,
+    1 + N - sum of losses): the posterior of Bernoulli losses under a uniform prior (Thompson,
+    1933). For L = 1 it attains the limit of regret (Kaufmann, Korda and Munos, 2012). Losses in
+    [0, 1] that are not 0 or 1 are treated as if they were; then there is no guarantee.
+    """
+
+    compiled = CompiledThompson
+    engine_only = True
+
+
+@propose.register(CompiledThompson)
+def _propose_by_sample(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    for n in range(len(learner.seeds)):
+        draw_losses(game, t, lane(learner, n), learner.seeds[n], lane(work.pairs, n))
+    plan(game.model, learner.choice, work)
+
+
+@observe.register(CompiledThompson)
+def _observe_losses(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    for n in range(len(game.pairs)):
+        add_losses(game, n, lane(learner, n))
+
+
+@routine(inline=True)
+def add_losses(game: Game, n: int, learner: Any) -> None:
+    """Count the pairs that seed n has visited, and their losses."""
+    for k in range(game.pairs.shape[1]):
+        learner.visits[game.pairs[n, k]] += 1.0
+        learner.losses[game.pairs[n, k]] += game.losses[n, k]
+
+
+@routine(inline=True)
+def draw_losses(game: Game, t: int, learner: Any, seed: Any, loss: Floats) -> np.uint64:
+    """Draw the mean losses of pairs into row TRIAL, for one seed; return the key of the episode."""
+    key = episode_key(seed, game.before + t + 1)
+    for i in range(len(learner.visits)):
+        loss[TRIAL, i] = 0.0
+        if game.model.exists[PAIR, i]:
+            failures = max(learner.visits[i] - learner.losses[i], 0.0)
+            loss[TRIAL, i] = beta(key, i, 1.0 + learner.losses[i], 1.0 + failures)
+    return key
+
+
+# -- unknown transitions ---------------------------------------------------------------------------
+
+
+class CompiledPSRL(NamedTuple):
+    """`PSRL`."""
+
+    visits: PerPair
+    losses: PerPair
+    counts: Floats  # (M,)
+    seeds: Any
+    entry: Ints
+    drawn: Model  # with transitions from the posterior
+    choice: PerState
+
+
+class PSRL(PlanningLearner):
+    """Posterior sampling (Osband, Russo and Van Roy, 2013): plan in a model drawn at random.
+
+    Before every episode, the mean loss of each pair is drawn from Beta(1 + sum of losses,
+    1 + N - sum of losses), and its transitions from Dirichlet(1/n + counts), with n the number of
+    states of the next layer. The policy is optimal for this model. The prior fits Bernoulli losses;
+    other losses in [0, 1] are treated as if they were. The guarantee is on average over the prior,
+    for losses that have the same mean in every episode; there is none against an adversary.
+    """
+
+    compiled = CompiledPSRL
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"drawn": model_of(self.mdp, dense=True)}
+
+
+@propose.register(CompiledPSRL)
+def _propose_in_sample(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    for n in range(len(learner.seeds)):
+        own = lane(learner, n)
+        key = draw_losses(game, t, own, learner.seeds[n], lane(work.pairs, n))
+        draw_transitions(key, own)
+    plan(learner.drawn, learner.choice, work)
+
+
+@observe.register(CompiledPSRL)
+def _observe_sums(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    for n in range(len(game.pairs)):
+        own = lane(learner, n)
+        add_losses(game, n, own)
+        count_transitions(game, n, own.counts, own.entry)
+
+
+@routine(inline=True)
+def draw_transitions(key: np.uint64, learner: CompiledPSRL) -> None:
+    """Draw transitions for one seed. Their items follow those of the losses, two for each pair."""
+    entry, drawn = learner.entry, learner.drawn.next_state
+    for i in range(len(learner.visits)):
+        size, total = entry[i + 1] - entry[i], 0.0
+        if learner.drawn.exists[PAIR, i] and size > 1:
+            for j in range(size):
+                own = key_of(key, 2 * len(learner.visits) + entry[i] + j)
+                drawn[i, j] = gamma(own, learner.counts[entry[i] + j] + 1.0 / size)
+                total += drawn[i, j]
+            share = 1.0 / total
+            for j in range(size):
+                drawn[i, j] *= share
