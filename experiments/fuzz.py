@@ -135,10 +135,15 @@ class Tally:
         return int(self.statuses[occ.Status.CONVERGED])
 
 
-def examine(batch: Batch, q: Floats, multipliers: Floats | None = None) -> tuple[Floats, int]:
-    """The errors of answers `(B,)`, NaN if they do not settle, and how many needed 60 digits."""
+def examine(
+    batch: Batch, q: Floats, allowed: Floats, multipliers: Floats | None = None
+) -> tuple[Floats, int]:
+    """The errors of answers `(B,)`, NaN if they do not settle, and how many needed 60 digits.
+
+    Who is accused is judged so, too.
+    """
     errors = batch.errors(q, multipliers)
-    left = np.flatnonzero(np.isnan(errors))[:MOST]
+    left = np.flatnonzero(~(errors <= allowed))[:MOST]
     if len(left):
         prices = None if multipliers is None else multipliers[left]
         errors[left] = batch.take(left).errors(q[left], prices, exact=True)
@@ -162,10 +167,11 @@ def try_batch(random: Generator, batch: Batch, backend: Backend) -> tuple[Tally,
         both = np.concatenate([certified, plants])
         prices = None if solution.multipliers is None else solution.multipliers.numpy()[both]
         answers = np.concatenate([q[certified], q[plants] * (1 + noise)])
-        errors, found.rechecked = examine(batch.take(both), answers, prices)
-        errors, seen = np.split(errors, [len(certified)])
         claims = solution.dual_residual.double().numpy()[certified]
         allowed = np.maximum(HARMLESS[batch.single], SLACK * claims)
+        most = np.append(allowed, np.full(len(plants), np.inf))
+        errors, found.rechecked = examine(batch.take(both), answers, most, prices)
+        errors, seen = np.split(errors, [len(certified)])
         found.unjudged, found.wrong = int(np.isnan(errors).sum()), int((errors > allowed).sum())
         found.judged = len(errors) - found.unjudged
         found.largest = float(np.nanmax(errors, initial=0.0))

@@ -8,7 +8,7 @@ last point is its error. The judge relies on these choices:
   functions with numbers of 32 digits, which are sums of two doubles; linear systems are in doubles
   then: an inaccurate solve costs another step, not accuracy.
 - **Shaping.** The losses are replaced by the gaps of the optimal policy, so that losses of 1e12 + x
-  are judged by x. Losses above 1e15 are shaped with 700 digits. A row of P is read as p / sum(p).
+  are judged by x. Huge ones are shaped with 700 digits. A row of P is read as p / sum(p).
 - **Logarithms.** A point is the logarithm of a policy and of its state occupancies, so nothing
   underflows.
 - **Relative changes.** The unknowns are z = dq/q = y + zeta, with y = dq(s)/q(s) and the relative
@@ -44,8 +44,9 @@ STEPS = 60
 #: Newton steps on the multipliers of budgets. Below this curvature, a budget changes nothing, and
 #: if less than this share of it is left, nothing that other budgets do not change.
 PRICES, FLAT, DEPENDENT = 8, 1e-30, 1e-10
-#: Losses above this are shaped with 700 digits, and scaled with psi, for products not to overflow.
-HUGE, SCALE = 1e15, 2.0**-400
+#: Losses of more than this many weights of psi are shaped with 700 digits, and scaled with psi, for
+#: products not to overflow.
+HUGE, SCALE = 1e18, 2.0**-400
 #: The terms of psi are sums of f(x): x is one of these arguments, f one of these functions.
 ARGUMENTS, FUNCTIONS = ("pair", "rest", "complement", "state"), ("power", "x log x", "log")
 PAIR, REST, COMPLEMENT, STATE = range(4)
@@ -58,7 +59,8 @@ POWER, ENTROPY, LOG = range(3)
 # number into a linear system, and `rough_exp` is for its entries.
 
 CONTEXT, DEEP = mpmath.mp.clone(), mpmath.mp.clone()
-CONTEXT.dps, DEEP.dps = 60, 700
+DIGITS = 60, 400  # beside huge losses, values of 1e300 meet numbers of size one
+CONTEXT.dps, DEEP.dps = DIGITS[0], 700
 NUMBER = LINEAR = object
 number, log = CONTEXT.mpf, CONTEXT.log
 
@@ -254,9 +256,13 @@ def at(step: Any, policy: Any, state: Any) -> Any:
 def settle(step: Any, gaps: Any, policy: Any, state: Any) -> bool:
     """Newton steps until nothing moves, written into the point; whether it came to rest."""
     entropic, reach, pairs = (step.kinds[:, 1] == ENTROPY).all(), np.inf, at(step, policy, state)
+    last = np.zeros(len(pairs), LINEAR)
     for count in range(STEPS):
         zeta, z = direction(step, gaps, True, policy, state, pairs)
         size, fall = np.abs(zeta).max(), -z.min()
+        way = zeta / max(size, FLOOR)
+        onward = (way * last).sum() > 0.6 * max((way * way).sum(), (last * last).sum())
+        last = way
         fall = fall if fall > 0.5 else 0 * fall
         for i in range(len(z)):
             if entropic:  # log q is what the equations determine
@@ -273,9 +279,10 @@ def settle(step: Any, gaps: Any, policy: Any, state: Any) -> bool:
             far, moved = max(far, off), max(moved, off / max(abs(rough(before[i])), 1.0))
             if not off >= 0:
                 return False  # NaN will not get better
-        if moved <= STILL:
+        if moved <= STILL and (not entropic or size <= reach):
             return True
-        reach = max(0.7 * far, 1.0) if count > 3 else reach  # full steps may cycle
+        if count > 3:  # full steps may cycle
+            reach = max((2.0 if onward else 0.5) * far, 1.0)
     return False
 
 
@@ -575,20 +582,23 @@ def judge(
 
     An error is the largest |log q - log q*|, which is the relative error where it is small; entries
     below the floor count as the floor. `multipliers` `(B, m)` are those that a solver found for
-    budgets. `exact` is with 60 digits.
+    budgets. `exact` is with 60 digits, or more.
     """
     arrays: Any = (np.array(x, order="C") for x in case)  # of one type, to compile once
-    case = Case(*arrays)
-    huge = abs(case.loss).max(1) > HUGE
+    case, multipliers = Case(*arrays), np.array(multipliers)
+    weights = abs(case.weights) * (case.rates[:, 0] ** 0.5 / case.rates[:, 1])[..., None]
+    huge = abs(case.loss).max(1) > HUGE * weights.max(1).min(1)
     loss = np.stack([case.loss, 0 * case.loss], 1)
     for b in np.flatnonzero(huge):
         P, deep = (np.vectorize(DEEP.mpf)(x) for x in (case.P[b % len(case.P)], case.loss[b]))
         normalize(P)
         gaps = shape(case.layers, case.states, P, deep)
-        gaps *= SCALE  # the loss and psi
+        gaps *= SCALE  # the loss, psi and prices
         case.weights[b] *= SCALE
+        multipliers[b] *= SCALE
         loss[b, 0] = gaps
         loss[b, 1] = gaps - np.vectorize(DEEP.mpf)(loss[b, 0])
+    CONTEXT.dps = DIGITS[bool(huge.any())]
     run = judge_all if exact else in_doubles()
     with np.errstate(all="ignore"):  # far from a solution anything may overflow; NaN is not settled
-        return run(case, loss, huge, np.array(q), np.array(multipliers), floor)
+        return run(case, loss, huge, np.array(q), multipliers, floor)

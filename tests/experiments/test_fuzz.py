@@ -115,9 +115,20 @@ def test_a_hopeless_step_does_not_refuse_its_neighbour():
     assert bool(batch.solve("torch").converged[1])
 
 
-def test_multipliers_of_dependent_budgets_follow_the_gaps():
-    random = np.random.default_rng([25, 5, 6, 3])
-    assert try_batch(random, draw(random, "hybrid", "budgets", 8), "engine")[0].wrong == 0
+@pytest.mark.parametrize(
+    ("family", "kind", "seed", "number", "batch"),
+    [
+        ("hybrid", "budgets", 25, 3, 2048),  # multipliers of dependent budgets
+        ("shannon", "budgets", 79, 40, 2048),  # rounding of loss plus prices
+        ("log_barrier", "spread", 77, 184, 1024),  # soft pairs before stiff states
+        ("visits", "extreme", 78, 241, 1024),  # rounding of kappa log u
+        ("visits", "endless", 78, 30, 16384),  # an error of the action that dominates
+    ],
+)
+def test_what_was_wrong_once(family, kind, seed, number, batch):
+    args, cell = fuzz.Args(seed=seed, batch=batch), fuzz.Cell(family, kind, "auto")
+    (found,) = fuzz.play(fuzz.Task(args, cell, number)).values()
+    assert found.wrong == found.unjudged == 0
 
 
 def test_problems_are_kept_as_they_are(tmp_path):

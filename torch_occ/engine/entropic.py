@@ -277,11 +277,15 @@ def certify_logs(model: Model, price: Any, fine: Any, work: Work) -> tuple[Any, 
         log_u, weight, total = states[FOUND, s], states[WEIGHT, s], 0.0
         error = where(price > 0.0, abs(log_u - states[GUESS, s]) / unit(log_u), 0.0)
         dual = max(dual, price / weight * error) + (error - error)
+        common = 0.0
+        for i in span(s * num_actions, (s + 1) * num_actions if anywhere(fine) else 0):
+            common += exp(pairs[LOG_POLICY, i]) * pairs[ROUNDING, i]
         for i in span(s * num_actions, (s + 1) * num_actions):
             total += pairs[PAIR, i]
             if anywhere(fine):
-                # An error common to all actions of a state does not change q.
-                error = pairs[ROUNDING, i] * (1.0 - exp(pairs[LOG_POLICY, i])) / weight
+                # The form of `spread_errors` in torch_occ.step.newton.
+                own = exp(pairs[LOG_POLICY, i]) * pairs[ROUNDING, i]
+                error = ((pairs[ROUNDING, i] - own) + abs(common - own)) / weight
                 # Rounding may hide that a gap is small, and q positive.
                 close = pairs[GAPS, i] - pairs[ROUNDING, i] < OPEN * weight
                 close = close & (states[U, s] > SMALLEST)

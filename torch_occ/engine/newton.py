@@ -62,6 +62,8 @@ WORTH, CALM = 1e-3, 5e-3
 SHORT = 1e-2
 #: Losses are shaped by `shape_finely` if rounding could exceed this fraction of the tolerance.
 COARSE = 0.25
+#: The factor of the residual where parameters depend on the pair.
+MARGIN = 1e2
 #: How often the loss is shaped again by the multipliers found: after FIRST steps at the latest, and
 #: then after NEXT steps.
 REFINEMENTS, FIRST, NEXT = 20, 40.0, 5.0
@@ -88,17 +90,19 @@ def descend(
     factors and its multipliers, so its certificate does not depend on the others.
     """
     terms, weights, tolerance, max_steps, _, budgets = solver
+    margin, last = MARGIN if varies(terms, weights) else 1.0, 0.0
     pairs, states, num_pairs = work.pairs, work.states, work.pairs.shape[1]
     stale, first = work.notes[at.ERROR], True
     status, steps, patience = MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
     best, decrement = np.inf, np.inf
     refresh = not (stale <= usable(work.notes[at.RECENT]))
     largest = shape_loss(model, loss, work)
-    # Between pairs of large and small weight, a small error of the one is a large one of the other.
-    goal = 1e-2 * tolerance if varies(terms, weights) else tolerance
-    fine = not (EPS * largest <= COARSE * goal * least_unit(model, terms, weights))
+    fine = not (margin * EPS * largest <= COARSE * tolerance * least_unit(model, terms, weights))
     if anywhere(fine):
         shape_rarely(model, loss, fine, work)
+    # As `steady` in torch_occ.step.solution.Options, where digits are scarce.
+    steady = fine & (margin > 1.0)
+    enough = where(steady, tolerance, ROOT_EPS)
     complement = uses(terms, at.COMPLEMENT)
     # How far q has moved since its derivatives were computed.
     moved = where((stale < np.inf) & (work.notes[at.ROOTED] > 0.0), 0.0, np.inf)
@@ -130,7 +134,7 @@ def descend(
             progress = (moved < 0.5 * best) | (moved > 0.1)
             patience = where(progress, STALL_AFTER, patience - 1.0)
             best = min(best, moved)
-            done = ((moved <= ROOT_EPS) & (stale * moved <= LEFT)) | (patience == 0.0)
+            done = ((moved <= enough) & (stale * moved <= LEFT)) | (patience == 0.0)
             back = running & (done | (moved > SHORT))
             if anywhere(running & (fall > 0.5)):
                 shorten(model, fall > 0.5, work)
@@ -147,6 +151,7 @@ def descend(
             status = where(running & done, STALLED, status)  # until certified below
             decrement = where(running, squared, decrement)
             steps = where(running, steps + 1.0, steps)
+            last = where(running, moved, last)
             following = (stale + moved) * moved
             stale = where(running, stale + 2.0 * moved, stale)
             refresh = stale * following > LIKELY
@@ -155,9 +160,10 @@ def descend(
         work.notes[at.ERROR], work.notes[at.ROOTED] = stale, 1.0
         follow_multipliers(model, work)
         found = certify(model, complement, fine, work)
-        dual, flow = where(wanted, found[0], dual), where(wanted, found[1], flow)
+        error = where(steady, max(margin * found[0], last), margin * found[0])
+        dual, flow = where(wanted, error, dual), where(wanted, found[1], flow)
         paused = (status == MAX_STEPS) & (steps < max_steps)
-        wanted = wanted & (paused | ((status == STALLED) & (not (dual <= goal))))
+        wanted = wanted & (paused | ((status == STALLED) & (not (dual <= tolerance))))
         if left == 0 or budgets is not None or not anywhere(wanted):
             break
         # Rounding errors of the multipliers count. Shaped by them, the loss has none.

@@ -254,7 +254,9 @@ def certify(model: Model, complement: bool, fine: Any, work: Work) -> tuple[Any,
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     dual, flow, bad = 0.0, 0.0, 0.0
     for s in range(states.shape[1]):
-        total = 0.0
+        total, common = 0.0, 0.0
+        for i in span(s * num_actions, (s + 1) * num_actions if anywhere(fine) else 0):
+            common += pairs[at.INVERSE, i] * states[at.SHARE, s] * pairs[at.ROUNDING, i]
         for i in span(s * num_actions, (s + 1) * num_actions):
             if model.exists[at.PAIR, i]:
                 total += pairs[at.PAIR, i]
@@ -267,10 +269,11 @@ def certify(model: Model, complement: bool, fine: Any, work: Work) -> tuple[Any,
                     size = abs(pairs[at.GRADIENT, i]) + abs(pairs[at.GAPS, i])
                     unit = max(unit, size + abs(shaping) + TINY)
                 elif anywhere(fine):
-                    # An error common to all actions of a state does not change q.
-                    own = 1.0 - pairs[at.INVERSE, i] * states[at.SHARE, s]
-                    lost = EPS * (abs(pairs[at.AHEAD, i]) + abs(shaping))
-                    residual += where(fine, (pairs[at.ROUNDING, i] + lost) * own, 0.0)
+                    # The form of `spread_errors` in torch_occ.step.newton.
+                    own = pairs[at.INVERSE, i] * states[at.SHARE, s]
+                    lost = EPS * (abs(pairs[at.AHEAD, i]) + abs(shaping)) + pairs[at.ROUNDING, i]
+                    mean = abs(common - own * pairs[at.ROUNDING, i])
+                    residual += where(fine, lost * (1.0 - own) + mean, 0.0)
                 error = abs(residual / unit)
                 bad += (error - error) + (unit - unit)  # 0 unless something is not finite
                 dual = max(dual, error)

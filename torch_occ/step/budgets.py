@@ -13,9 +13,10 @@ from torch import Tensor
 
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.occupancy import join
-from torch_occ.regularizers.parameters import with_rank
+from torch_occ.regularizers.parameters import spread_batch, with_rank
 from torch_occ.regularizers.terms import keep
 from torch_occ.step.implicit import ImplicitSolution, Setting, Stationarity, Tensors
+from torch_occ.step.newton import potential, shape_finely
 from torch_occ.step.solution import (
     Budgets,
     InfeasibleError,
@@ -392,6 +393,16 @@ class BudgetedSetting(Setting):
     def source(self) -> Tensor:
         return join([super().source, -self.limits], 1)
 
+    def shape(self, loss: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+        """Return gaps in place of a loss beside which prices lose digits, and what v lacks."""
+        weights = self.evaluator.composition.weigh([spread_batch(self.t), *self.parameters]).terms
+        least = min((float(torch.as_tensor(x).abs().min()) for x in weights), default=0.0)
+        loss = keep("pair", self.mdp, loss, 0.0)
+        if torch.finfo(loss.dtype).eps * float(loss.abs().max()) <= tolerance / 4 * least:
+            return loss, torch.zeros_like(loss[..., 0])
+        shaped = shape_finely(self.mdp, loss)
+        return shaped.gaps, shaped.value + potential(self.mdp, shaped.constants)
+
     def systems(self, batch: torch.Size, elements: int) -> Callable[[Tensor], Factorization]:
         """Return the function from q to the factored system without budgets."""
         if self.engine is not None:
@@ -451,18 +462,21 @@ class BudgetedStationarity(Stationarity):
             for y, dims in ((-x, 2), (start, 2), (costs, 3))
         )
         limits, guess = (y.expand(*batch, y.shape[-1]) for y in (limits, guess))
+        loss, shift = setting.shape(loss, self.options.tolerance_in(loss.dtype))
         known, todo = None, np.ones(batch.numel(), dtype=np.bool_)
         if setting.engine is not None:
             y = guess.clone(memory_format=torch.contiguous_format)
             given = (loss, setting.t, start, None, setting.parameters)
             if (answer := setting.engine(*given, (costs.flatten(-2), limits, y))) is not None:
                 known, converged = answer
+                known = known._replace(value=known.value + shift)
                 if converged:
                     return known.q, torch.cat([known.value, y], -1), known.certificate
                 todo = (~known.converged).reshape(-1).numpy()
         search = _MultiplierSearch(self.step, setting, loss, costs, limits)
         found = search.solve(start, guess, todo)
-        solution, proof, prices = found.solution, search.tensor(found.proof), search.tensor(found.y)
+        solution = found.solution._replace(value=found.solution.value + shift)
+        proof, prices = search.tensor(found.proof), search.tensor(found.y)
         if known is not None:
             solution = solution.merge(known, known.converged)
             prices = torch.where(over(known.converged, 1), y, prices)

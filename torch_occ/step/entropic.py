@@ -54,7 +54,7 @@ from torch_occ.mdp.occupancy import flow_of, flow_source, join
 from torch_occ.regularizers.base import Composition
 from torch_occ.regularizers.parameters import fit
 from torch_occ.regularizers.terms import keep
-from torch_occ.step.newton import Shaped, conserves_mass, potential, shape_finely
+from torch_occ.step.newton import Shaped, conserves_mass, potential, shape_finely, spread_errors
 from torch_occ.step.solution import (
     Options,
     Solution,
@@ -343,6 +343,10 @@ def _iterate(
     if bool(large.any()):
         error = invert_jacobian(mdp, entropy, found)(off)
         off = torch.where(large, error, off)
+        # The multipliers have the rounding errors of kappa g.
+        noise = eps / 2 * flow_of(mdp).lookahead(torch.where(large, entropy.price * guess.abs(), 0))
+        noise = torch.where(q > torch.finfo(q.dtype).tiny, noise, 0.0)
+        shaped = shaped._replace(rounding=shaped.rounding + noise)
     dual = share * (off.abs() / error_unit(found.log_state)).amax(-1)
     dual = torch.maximum(dual, rounding_error(shaped, q, entropy.weight))
     flow = _flow_error(q, flow_of(mdp).inflow(q) + flow_source(mdp))
@@ -355,13 +359,12 @@ def _iterate(
 
 def rounding_error(shaped: Shaped, q: Tensor, weight: Tensor) -> Tensor:
     """Return the relative error of q from rounding in the shaped loss, `(*batch,)`."""
-    # A constant added to all actions of a state does not change its policy.
-    state = q.sum(-1, keepdim=True)
-    others, smallest = 1 - q / state, torch.finfo(q.dtype).tiny / torch.finfo(q.dtype).eps
+    state, smallest = q.sum(-1, keepdim=True), torch.finfo(q.dtype).tiny / torch.finfo(q.dtype).eps
+    error = spread_errors(shaped.rounding.expand_as(q), q / state)
     # Rounding may hide that a gap is small, and q positive.
     close = shaped.gaps - shaped.rounding < OPEN * weight.unsqueeze(-1)
     visible = (q > smallest) | (close & (state > smallest))
-    return (torch.where(visible, shaped.rounding * others, 0.0).amax(-1) / weight).amax(-1)
+    return (torch.where(visible, error, 0.0).amax(-1) / weight).amax(-1)
 
 
 # -- As an equation of torch_occ.step.implicit -----------------------------------------------------

@@ -205,7 +205,8 @@ class Stationarity(Equation):
             bound.validate(x, start)
         batch = bound.batch_shape(x.shape[:-2], start.shape[:-2])
         flow, loss = flow_of(bound.mdp, batch.numel()), -x.expand(*batch, *x.shape[-2:])
-        solution = newton(flow, bound.deriver(batch), loss, start, self.options)
+        options = replace(self.options, steady=bool(bound.evaluator.regularizer.places()))
+        solution = newton(flow, bound.deriver(batch), loss, start, options)
         report(bool(self.check), solution)
         return solution[:3]
 

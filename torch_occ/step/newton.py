@@ -279,7 +279,8 @@ def newton(
     psi_t, and the start is the occupancy of an interior policy.
     """
     share = max(_PAUSE, options.max_steps // (1 + _REFINEMENTS))
-    first = replace(options, max_steps=min(options.max_steps, share))
+    finer = replace(options, max_steps=min(options.max_steps, share))
+    first = replace(finer, steady=False)
     solution, rounding, base = _descend(flow, derive, shape_loss(flow.mdp, loss), start, first)
     ended = (solution.status == Status.STALLED) | solution.converged
     again = ended & (rounding > options.tolerance_in(loss.dtype) * _COARSE)
@@ -291,7 +292,7 @@ def newton(
         # Sums of losses along an episode have too few digits for the certificate. Compute them
         # again without rounding errors, and then relative to the multipliers found.
         shaped = recenter(flow.mdp, loss, base) if count else shape_finely(flow.mdp, loss)
-        found, _, more = _descend(flow, derive, shaped, solution.q, first)
+        found, _, more = _descend(flow, derive, shaped, solution.q, finer)
         found.certificate[..., 1] += solution.certificate[..., 1]  # steps
         better = found.dual_residual < solution.dual_residual
         better = again & (better | paused) if count else again
@@ -310,9 +311,10 @@ def _descend(
 
     The third result is v without what belongs to slopes in 1 - q, `(*batch, S)`.
     """
-    mdp, dtype = flow.mdp, shaped.gaps.dtype
+    mdp, dtype, tolerance = flow.mdp, shaped.gaps.dtype, options.tolerance_in(shaped.gaps.dtype)
     eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).tiny / torch.finfo(dtype).eps
     source, nothing = flow_source(mdp), torch.zeros_like(shaped.value)
+    enough = tolerance if options.steady else eps**0.5
 
     def retract(q: Tensor) -> Tensor:
         policy = q / q.sum(-1, keepdim=True)
@@ -374,18 +376,22 @@ def _descend(
         patience = torch.where((moved < 0.5 * best) | (moved > 0.1), STALL_AFTER, patience - 1)
         best = torch.minimum(best, moved)
         # STALLED becomes CONVERGED below if the solution is certified.
-        running = stop(running, (moved <= eps**0.5) | (patience == 0), Status.STALLED)
+        running = stop(running, (moved <= enough) | (patience == 0), Status.STALLED)
         if not bool(running.any()):
             break
 
-    tolerance, uphill = options.tolerance_in(dtype), slope(psi, left_out)
+    uphill = slope(psi, left_out)
     unit = keep("pair", mdp, psi.unit(q), torch.inf).abs()
     residual = _residual(mdp, uphill, unit, value)
-    lost = (shaped.rounding + eps * keep("pair", mdp, psi.gradient.abs(), 0.0)) / unit
-    rounding = lost.amax((-2, -1))
+    lost = shaped.rounding + eps * keep("pair", mdp, psi.gradient.abs(), 0.0)
+    rounding = (lost / unit).amax((-2, -1))
     if bool((rounding > tolerance * _COARSE).any()):
-        rounding = (_others(mdp, psi.hessian.curvature) * lost).amax((-2, -1))
+        softness = keep("pair", mdp, psi.hessian.curvature.reciprocal(), 0.0)
+        share = softness / softness.sum(-1, keepdim=True)
+        rounding = (spread_errors(lost, share) / unit).amax((-2, -1))
     dual_residual = torch.where(rounding > tolerance * _COARSE, residual + rounding, residual)
+    if options.steady:
+        dual_residual = torch.maximum(dual_residual, moved)
     flow_error = (flow_residual(mdp, q) / q.sum(-1)).abs().amax(-1)
     # An infinite curvature would make every residual zero.
     overflow = keep("pair", mdp, unit, 0.0).isinf().any(-1).any(-1)
@@ -447,14 +453,14 @@ def _step(mdp: LayeredMDP, q: Tensor, dq: Tensor, fall: Tensor, length: Tensor) 
     return torch.where(over(damped, 2), q * change, q + dq)
 
 
-def _others(mdp: LayeredMDP, curvature: Tensor) -> Tensor:
-    """Return 1 - (1/D) / sum(1/D), the share of the other actions in the sum of 1/D.
+def spread_errors(errors: Tensor, share: Tensor) -> Tensor:
+    """Return by how much errors of losses move q(s,a) at constant q(s), at most; `(*batch, S, A)`.
 
-    It is the response of q(s,a) to a change of its loss at constant q(s), relative to 1/D. A single
-    action does not respond at all, and one that dominates its state hardly does.
+    They count relative to their mean, with the share of each action in the sum of 1/D: an error of
+    all actions moves nothing. That of an action that dominates its state moves the others.
     """
-    softness = keep("pair", mdp, curvature.reciprocal(), 0.0)
-    return keep("rest", mdp, 1 - softness / softness.sum(-1, keepdim=True), 0.0)
+    own = share * errors
+    return (errors - own) + (own.sum(-1, keepdim=True) - own)
 
 
 def _residual(mdp: LayeredMDP, slope: Tensor, unit: Tensor, value: Tensor) -> Tensor:

@@ -58,6 +58,8 @@ class Options:
         tolerance: the largest dual residual that counts as converged; by default eps^(2/3), which
             is 4e-11 in double precision.
         max_steps: the largest number of Newton steps.
+        steady: whether the last Newton step must be within the tolerance, too, where digits are
+            scarce. Beside pairs of large weight, a small residual may be a large error of others.
 
     Raises:
         ValueError: if the tolerance is not positive, or max_steps is below 1.
@@ -65,6 +67,7 @@ class Options:
 
     tolerance: float | None = None
     max_steps: int = 200
+    steady: bool = False
 
     def __post_init__(self) -> None:
         fine = self.tolerance is None or (isinstance(self.tolerance, Real) and self.tolerance > 0)
