@@ -185,3 +185,14 @@ def test_a_target_is_checked_again_after_a_change(shared):
     gone = weakref.ref(target)
     del target, other
     assert gone() is None  # nothing else keeps it
+
+
+@pytest.mark.parametrize("empirical", [False, True])
+def test_nan_anywhere_in_a_target_is_named(empirical):
+    mdp, loss, _ = PROBLEMS["masked"]()
+    step = occ.FTRLStep(mdp, occ.Shannon() + occ.ConditionalEntropy())
+    for i in range(loss.numel()):
+        target = step.interior.clone()
+        target.view(-1)[i] = torch.nan
+        with pytest.raises(ValueError, match="is nan; expected an occupancy of at least 0"):
+            occ.fenchel_young_loss(step, loss, target, empirical=empirical)

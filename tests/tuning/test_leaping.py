@@ -71,6 +71,9 @@ def test_the_same_seed_gives_the_same_bits():
     assert torch.equal(runs[0].regret, runs[1].regret)
     assert torch.equal(runs[0].leaps, runs[1].leaps)
     assert not torch.equal(runs[0].regret[:, -1], runs[2].regret[:, -1])
+    means = mean.float()  # exact in both number types
+    few = [occ.leap(mdp, psi, x, 9, seed=np.int64(3)) for x in (means, means.double())]
+    assert torch.equal(few[0].regret, few[1].regret)
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,8 @@ class CompiledStep:
         limits = (self.tolerance, self.options.max_steps)
         self.run(world, batch, kernels.solve_steps, terms, None, 0, *arguments, *limits)
         result = torch.from_numpy(value.reshape(batch)), self.tensors(batch, slope, v)[0]
-        return result if (error <= 1e-6).all() else None  # as of a linear-programming solver
+        # As of a linear-programming solver. A maximum may lose NaN, the value does not.
+        return result if ((error <= 1e-6) & np.isfinite(value)).all() else None
 
     def pull_back(
         self,

@@ -117,6 +117,7 @@ def leap(
         raise ValueError(
             "leaping takes one MDP and one table of means (S, A) at a time; forecast takes batches"
         )
+    phases = phases._replace(means=phases.means.to(mdp.dtype))
     step, draw = FTRLStep(mdp, regularizer), Draw(mdp, seed)
     stops = sorted({*log_spaced(int(episodes), 10), *phases.starts[1:]})
     ends = torch.tensor(stops, dtype=mdp.dtype, device=mdp.device)  # leaps end there, (C,)
@@ -176,7 +177,7 @@ class Draw:
     """Random numbers of visits and losses, from one generator."""
 
     def __init__(self, mdp: LayeredMDP, seed: int) -> None:
-        self.mdp, self.generator = mdp, torch.Generator(mdp.device).manual_seed(seed)
+        self.mdp, self.generator = mdp, torch.Generator(mdp.device).manual_seed(int(seed))
         #: The next states of every pair of each layer, and their probabilities.
         self.successors = [
             layer.rows(torch.arange(layer.sizes[0] * mdp.num_actions, device=mdp.device))
