@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import operator
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -216,8 +217,12 @@ def test_files_that_are_wrong_are_compiled_again(compiled_twice):
         one.write_bytes(first[:100])
         two.unlink()
 
+    def empty():
+        one.write_bytes(pickle.dumps((pickle.loads(first)[0], ())))
+        two.unlink()
+
     assert compiled_twice() == 0
-    for spoil in (exchange, damage):
+    for spoil in (exchange, damage, empty):
         assert compiled_twice() == 2
         one, two = compiled_twice.files()
         first, second = one.read_bytes(), two.read_bytes()

@@ -274,9 +274,9 @@ class _KernelCache(caching.FunctionCache):
         name, label = self._place(sig, target_context.codegen())
         try:
             found, payload = self._cache_file._load_data(name)
+            return self._impl.rebuild(target_context, payload) if found == label else None
         except Exception:  # missing or unreadable, for any reason: compile again
             return None
-        return self._impl.rebuild(target_context, payload) if found == label else None
 
     def _save_overload(self, sig: Any, data: Any) -> None:
         if self._impl.check_cachable(data) and not any(map(_foreign, sig)):
