@@ -157,9 +157,9 @@ def pages():
 
 #: What is counted: how, the limit now, and the limit that the project works towards.
 RULES = {
-    "lines of torch_occ": (lambda: lines_of(FILES), 27_120, 26_500),
-    "lines of code of torch_occ": (code_lines, 15_990, 15_500),
-    "files of torch_occ": (lambda: len(FILES), 98, 100),
+    "lines of torch_occ": (lambda: lines_of(FILES), 26_440, 26_500),
+    "lines of code of torch_occ": (code_lines, 15_540, 15_500),
+    "files of torch_occ": (lambda: len(FILES), 93, 100),
     "folders of torch_occ": (lambda: len({path.parent for path in FILES}), 12, 14),
     "folders that a module stands in": (
         lambda: max(len(path.relative_to(PACKAGE).parts) for path in FILES) - 1,
@@ -171,13 +171,13 @@ RULES = {
     "modules behind simulate": (lambda: closure(home_of("simulate")), 52, 65),
     "modules behind FTRLStep": (lambda: closure(home_of("FTRLStep")), 38, 38),
     "docstrings that say twin": (lambda: docstrings_with("twins?"), 0, 8),
-    "kernels that Python calls": (lambda: decorated("kernel"), 7, 30),
+    "kernels that Python calls": (lambda: decorated("kernel"), 6, 30),
     "functions with more than 8 parameters": (
         lambda: sum(parameters(node) > 8 for node in functions()),
         4,
         8,
     ),
-    "modules with one importer": (one_importer, 17, 20),
+    "modules with one importer": (one_importer, 15, 20),
     "class names used twice": (lambda: used_twice(ast.ClassDef), 0, 0),
     "function names used twice": (lambda: used_twice(FUNCTIONS), 9, 10),
     "lines of tests": (lambda: lines_of(python("tests")), 17_000, 17_000),

@@ -165,3 +165,33 @@ def test_likelihood_of_paths_is_that_of_the_policy():
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
     second = [torch.autograd.grad(x.square().sum(), loss)[0] for x in found]
     torch.testing.assert_close(*second, rtol=1e-9, atol=1e-11)
+
+
+def test_without_trajectories_the_shape_is_named():
+    none = torch.zeros(0, 3, dtype=torch.int64)
+    for psi in (occ.Shannon(), occ.ConditionalEntropy()):
+        step = occ.FTRLStep(small(), psi)
+        with pytest.raises(ValueError, match=r"states: expected shape \(\*batch, N, 3\)"):
+            occ.negative_log_likelihood(step, random_loss(step.mdp), none, none)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_pass_of_the_engine_equals_torch(sparse):
+    """Both losses and their gradients, in a batch, for trajectories that are no exact flow."""
+    mdp = occ.LayeredMDP.random(horizon=3, width=3, num_actions=3, seed=0)
+    mdp = mdp.to_sparse() if sparse else mdp
+    states, actions = torch.tensor([[0, 1, 4], [0, 2, -1]]), torch.tensor([[0, 1, 2], [2, 2, -1]])
+    for psi in (occ.ConditionalEntropy(), occ.Shannon()):
+        found = []
+        for backend in ("engine", "torch"):
+            step, loss = occ.FTRLStep(mdp, psi, backend=backend), random_loss(mdp, 3.0, batch=(11,))
+            target = occ.occupancy(mdp, occ.optimal_policy(mdp, loss[:1] - loss).policy)
+            loss.requires_grad_()
+            for value in (
+                occ.fenchel_young_loss(step, loss, target),
+                occ.fenchel_young_loss(step, loss, step(random_loss(mdp)).detach()),
+                occ.negative_log_likelihood(step, loss, states, actions),
+            ):
+                found += [value, *torch.autograd.grad(value.sum(), loss)]
+        for one, other in zip(found[:6], found[6:], strict=True):
+            torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)

@@ -10,7 +10,7 @@ from zoo import Kept, random_loss
 
 import torch_occ as occ
 from torch_occ.engine import draws
-from torch_occ.rivals.planning import log_kl_lower
+from torch_occ.rivals.kl_ucb import log_kl_lower
 
 R = occ.rivals
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torch_occ.engine.entropic import entropy_of, follow, linear
+from torch_occ._support.constants import CONVERGED
+from torch_occ.engine.entropic import Aim as Aim
+from torch_occ.engine.entropic import compare, entropy_of, follow, linear, settle
 from torch_occ.engine.lanes import anywhere, in_lanes, lane, lanes_of
 from torch_occ.engine.layout import (
     DQ,
@@ -165,6 +167,7 @@ def solve_steps(
     v: Floats,  # (N * S,), out
     certificate: Floats,  # (N, 5), out: see torch_occ.step.solution.Solution
     budgets: Any,  # None, or G (N, m, S * A), h (N, m), and y (N, m), in and out
+    aim: Any,  # None, or an `Aim` of entropies; then q receives the derivative of the loss
     tolerance: float,
     max_steps: int,
     order: Ints,  # (groups * lanes,)
@@ -205,7 +208,13 @@ def solve_steps(
         if anywhere(good & (not entropy)):
             retract(model, PAIR, good & (not entropy), work)
         work.notes[ERROR], work.notes[GUESSED] = np.inf, 0.0
-        status, steps, decrement, flow, dual = follow(model, solver, room.loss, good, work)
+        if aim is None:
+            found = follow(model, solver, room.loss, good, work)
+        else:
+            found = settle(model, solver, room.loss, good & entropy, work)
+            elements = order[group * lanes : (group + 1) * lanes]
+            compare(model, solver, aim, found[0] == CONVERGED, elements, work)
+        status, steps, decrement, flow, dual = found
         for n in range(lanes):
             e, own, own_v = order[group * lanes + n], lane(pairs, n), lane(work.states, n)
             certificate[e, 0] = lane(status, n) if lane(good, n) else BAD_INPUT

@@ -7,7 +7,7 @@ pair of passes for every state. The torch form is torch_occ.step.entropic.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,6 +49,7 @@ from torch_occ.engine.layout import (
     USED,
     D,
     Floats,
+    Ints,
     M,
     Model,
     Solver,
@@ -67,6 +68,7 @@ from torch_occ.engine.layout import (
     routine,
     span,
     successor,
+    unsigned,
 )
 from torch_occ.engine.linear import arrive, factorize, solve
 from torch_occ.engine.newton import (
@@ -557,3 +559,113 @@ def _solve_any_or_softly(
 
 #: Solve H(q) u - E'm = x, E u = r for x in FORCE and the source r: u in DQ, m in V.
 linear = choose(in_logs, _solve_any_or_softly, _solve_any)
+
+
+# -- Losses for learning: how far a solution is from a target --------------------------------------
+
+
+class Aim(NamedTuple):
+    """What solutions are compared with: targets z, or trajectories, whose mean visits are z."""
+
+    targets: Floats  # (N * S * A or S * A,); empty with trajectories
+    logs: Floats  # log z; kernels would compute them one by one
+    # (N or 1, trajectories, L), numbers of all layers; -1 after the end of a trajectory
+    states: Ints
+    actions: Ints
+    empirical: bool  # whether z need not be a flow, but has mass one per layer
+    value: Floats  # (N,), out
+    error: Floats  # (N,), out: how far z is from what it must be; infinite if it cannot be used
+
+
+TARGET, LOGS = TRIAL, M  # of pairs: z; of states: sum_a z log z
+
+
+@routine
+def read_paths(model: Model, aim: Aim, e: int, own: Work) -> float:
+    """Write the mean visits of element e into the row TARGET.
+
+    Return zero, or infinity if the MDP cannot produce a trajectory.
+    """
+    start, num_actions, num_pairs = model.start, model.num_actions, own.pairs.shape[1]
+    _, count, horizon = aim.states.shape
+    row = min(e, len(aim.states) - 1)
+    for i in range(num_pairs):
+        own.pairs[TARGET, i] = 0.0
+    for j in range(count):
+        before, ended = 0, False
+        for k in range(horizon):
+            s, a = aim.states[row, j, k], aim.actions[row, j, k]
+            if s == -1 and a == -1:
+                ended = True
+                continue
+            if ended or s < start[k] or s >= start[k + 1] or a < 0 or a >= num_actions:
+                return np.inf
+            chance = model.initial[s] if k == 0 else 0.0
+            if k > 0:
+                shares, begin, size = likelihoods(model.next_state, before, start[k + 1] - start[k])
+                for n in range(size):
+                    if successor(model.next_state, before, n, start[k]) == s:
+                        chance += shares[begin + n]
+            before = s * num_actions + a
+            if not (chance > 0.0 and model.exists[PAIR, before]):
+                return np.inf
+            own.pairs[TARGET, before] += 1.0 / count
+    return 0.0
+
+
+@routine(inline=True)
+def compare(
+    model: Model, solver: Solver, aim: Aim, solved: Any, elements: Ints, work: Work
+) -> None:
+    """Write the losses of solutions, and replace q by their derivatives by the predicted losses.
+
+    For targets it is the Fenchel-Young loss, w sum z log(pi_z / pi) and so on, and z - q. For
+    trajectories it is - sum z log pi, and (z - y) / w with y = pi (z(s) - w x(s)), where x is the
+    inflow of this derivative.
+    """
+    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
+    value, likelihood = 0.0, aim.states.shape[1] > 0
+    work.notes[ERROR] = 0.0
+    for n in range(len(elements) if likelihood else 0):
+        lane(work.notes, n)[ERROR] = read_paths(model, aim, elements[n], lane(work, n))
+    error = where(solved, work.notes[ERROR], np.inf)
+    for k in range(len(start) - 1):
+        arrive(model, PAIR, k, work)
+        layer = 0.0
+        for s in span(start[k], start[k + 1]):
+            weight, price = weight_at(solver.terms, solver.weights, s * num_actions)
+            mass, total, most, cross = 0.0, 0.0, 0.0, 0.0
+            for n in range(0 if likelihood else len(elements)):
+                begin = elements[n] * pairs.shape[1] if len(aim.targets) > pairs.shape[1] else 0
+                row, logs = lane(pairs, n)[TARGET], 0.0
+                for i in span(s * num_actions, (s + 1) * num_actions):
+                    row[i] = aim.targets[unsigned(begin + i)]
+                    logs += row[i] * aim.logs[unsigned(begin + i)]
+                lane(states, n)[LOGS, s] = logs
+            for i in span(s * num_actions, (s + 1) * num_actions):
+                z = pairs[TARGET, i]
+                mass, total, most = mass + pairs[PAIR, i], total + z, max(most, z)
+                if model.exists[PAIR, i]:
+                    error = where(z >= 0.0, error, np.inf)
+                    cross -= z * pairs[LOG_POLICY, i]
+                else:
+                    error = max(error, abs(z))
+            inflow, share, scale = states[U, s] if k > 0 else 0.0, 1.0, 1.0
+            if likelihood:
+                share, scale = (total - weight * inflow) / mass, 1.0 / weight
+                error = where(mass > DEAD, error, np.inf)
+                value += cross
+            else:
+                whole = states[LOGS, s]
+                cross += whole
+                if anywhere(most < total):  # otherwise one action has all of it
+                    whole = total * log(max(total, TINY))
+                off, outer = total - mass - inflow, whole - total * (1.0 + states[FOUND, s]) + mass
+                value += weight * (cross - whole) + price * outer + off * states[V, s]
+                error = where(aim.empirical, error, max(error, abs(off)))
+            layer += total
+            for i in span(s * num_actions, (s + 1) * num_actions):
+                pairs[PAIR, i] = (pairs[TARGET, i] - share * pairs[PAIR, i]) * scale
+        error = where(aim.empirical, max(error, abs(layer - 1.0)), error)
+    for n in range(len(elements)):
+        aim.value[elements[n]], aim.error[elements[n]] = lane(value, n), lane(error, n)

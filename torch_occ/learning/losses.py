@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -15,113 +14,46 @@ from torch_occ._support.private import (
     in_forward_mode,
     outside_graphs,
     values_are_hidden,
-    versions_of,
     with_autograd,
 )
 from torch_occ.mdp.checks import broadcast, check_that
-from torch_occ.mdp.layered import LayeredMDP, remembered
-from torch_occ.mdp.layers import DenseLayer
-from torch_occ.mdp.occupancy import flow_adjoint, flow_of, flow_residual, flow_source
+from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.occupancy import flow_of, flow_residual
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.terms import keep
-from torch_occ.step.entropic import Entropy, entropy_of
+from torch_occ.step.entropic import entropy_of
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.step.graph import as_operator, facts_of, step_of
+from torch_occ.step.graph import as_operator, empty_solution, facts_of, promote, step_of
 from torch_occ.step.implicit import Known
 from torch_occ.step.solution import (
     Budgets,
     Solution,
     check_like,
     element_of,
-    event_dims_of,
     place_of,
 )
-
-# -- What is checked once: targets and demonstrations, until they are changed ----------------------
-
-
-@remembered
-def memory_of(mdp: LayeredMDP, kind: Any) -> dict[Any, Any]:
-    """Return what is known about tensors that a user gave with this MDP."""
-    return {}
-
-
-def known_about(mdp: LayeredMDP, kind: Any, find: Callable[[], Any], *tensors: Any) -> Any:
-    """Return what was found out about tensors, until one of them is changed or gone."""
-    known, key = memory_of(mdp, kind), tuple(map(id, tensors))
-    versions = versions_of(tensors) if all(isinstance(x, Tensor) for x in tensors) else []
-    if versions and (entry := known.get(key)) and entry[0] == versions:
-        return entry[1]
-    found = find()
-    # The arrays of NumPy change without a new version; their storage cannot be resized.
-    if versions and all(x.untyped_storage().resizable() for x in tensors):
-        known[key] = versions, found, [ref(x, lambda _: known.pop(key, None)) for x in tensors]
-    return found
-
 
 # -- Targets: occupancy measures that a plan should equal, checked before they are used ------------
 
 
-@remembered
-def probe_of(mdp: LayeredMDP, empirical: bool) -> tuple[Tensor, float]:
-    """Return E'y `(S * A,)` and ⟨y, b⟩ of the constraints E target = b, with random numbers y.
-
-    They are the flow constraints of a single MDP, or unit mass per layer. A target that does not
-    meet them has another scalar product with E'y; on masked pairs, this is any number but zero.
-    """
-    draw = torch.Generator().manual_seed(0)
-    size = mdp.horizon if empirical else mdp.num_states
-    y = torch.randn(size, generator=draw, dtype=torch.float64).to(mdp.initial)
-    weights = y[mdp.layer].unsqueeze(-1) if empirical else flow_adjoint(mdp, y).detach()
-    weights = torch.where(mdp.actions, weights, 1 + y.abs().max()).flatten()
-    goal = y.sum() if empirical else (y * flow_source(mdp).detach()).sum()
-    return weights, float(goal)
-
-
 def check_target(
     mdp: LayeredMDP, target: Tensor, budgets: Budgets | None = None, empirical: bool = False
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+) -> Tensor:
     """Check that a target is an occupancy measure that meets the budgets, up to a solver's errors.
 
     An empirical one need not be a flow, but has mass one per layer. Return it in the number type of
-    the MDP, with tiny negative numbers set to zero; and its entropies, if it has none of these and
-    values can be seen.
+    the MDP, with tiny negative numbers set to zero.
     """
     given, eps = target, torch.finfo(mdp.dtype).eps
     if isinstance(target, Tensor) and target.is_floating_point():
         given, eps = target.to(mdp.dtype), max(eps, torch.finfo(target.dtype).eps)
     tolerance = max(1e-6, eps**0.5)  # as of a linear-programming solver
     check_like("target", given, mdp)
-
-    def look() -> tuple[Tensor, Tensor] | None:
-        plain = given.detach()
-        least = float(plain.amin()) if plain.numel() else 0.0
-        if not (least >= -tolerance and _meets_probe(mdp, plain, empirical)):
-            _check_polytope(mdp, plain, tolerance, empirical)
-        return entropies_of(plain) if least >= 0 else None
-
-    if values_are_hidden():
-        return given.clamp(min=0.0), None
-    entropies = known_about(mdp, empirical, look, target)
-    if budgets is not None:
-        _check_budgets(mdp, given.detach(), budgets, tolerance)
-    return given.clamp(min=0.0) if entropies is None else given, entropies
-
-
-def entropies_of(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sum_a q log pi and u log u, `(*batch, S)` each."""
-    ones = q.new_ones(q.shape[-1])  # a product with them is faster than a sum
-    outer = -torch.special.entr(q @ ones)
-    return -torch.special.entr(q) @ ones - outer, outer
-
-
-def _meets_probe(mdp: LayeredMDP, target: Tensor, empirical: bool) -> bool:
-    """Return whether a target meets its constraints up to rounding; False if it is not clear."""
-    if mdp.batch_shape:
-        return False
-    weights, goal = probe_of(mdp, empirical)
-    off = target.flatten(-2) @ weights - goal
-    return not off.numel() or float(off.abs().amax()) <= 1024 * torch.finfo(off.dtype).eps
+    if not values_are_hidden():
+        _check_polytope(mdp, given.detach(), tolerance, empirical)
+        if budgets is not None:
+            _check_budgets(mdp, given.detach(), budgets, tolerance)
+    return given.clamp(min=0.0)
 
 
 def _check_polytope(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical: bool) -> None:
@@ -175,74 +107,39 @@ def _check_budgets(mdp: LayeredMDP, target: Tensor, budgets: Budgets, tolerance:
         )
 
 
-# -- The regularized optimal value, min over q in Omega of ⟨q, loss⟩ + psi_t(q) --------------------
-#
-# First derivatives of ⟨q, loss⟩ + psi_t(q) - ⟨v, E q - b⟩ are those with q and v held fixed (the
-# envelope theorem): q for the loss, no linear system. For higher ones, the step is differentiated.
-
-
-def optimal_value(
-    step: FTRLStep, solve: Callable[..., Solution], loss: Tensor, t: Tensor, mdp: LayeredMDP
-) -> Tensor:
-    """Return ⟨q, loss⟩ + psi_t(q) at the solution of a step, `(*batch,)`.
-
-    It is differentiable, any number of times, in the loss, t, the parameters of psi and the
-    probabilities of the MDP. `solve` gets the loss and t, and perhaps the parameters of `Evaluator`
-    and an MDP with other probabilities.
-    """
-    evaluator = step.evaluator
-    count = 2 + len(evaluator.names)
-    differentiated = any(carries_derivative(p) for p in mdp.probabilities)
-
-    def value_of(solution: Solution | None, *given: Tensor) -> Tensor:
-        (loss, t, *parameters), rest = given[:count], given[count:]
-        model = mdp.with_probabilities(*rest) if rest else mdp
-        moves = solution is None
-        if solution is None:
-            solution = solve(loss, t, parameters, model if rest else None)
-        q, v = solution.q, solution.value
-        evaluate = evaluator.bind(parameters, t.expand(q.shape[:-2]))
-        psi = total(model, evaluate(evaluator.regularizer.read(model, q)))
-        value = (q * loss).sum((-2, -1)) + psi
-        return value - (v * flow_residual(model, q)).sum(-1) if rest or moves else value
-
-    given = (loss, t, *evaluator.parameters(t), *(mdp.probabilities if differentiated else ()))
-    if values_are_hidden() or in_forward_mode():
-        return value_of(None, *given)
-    with torch.no_grad():
-        solution = solve(loss, t)
-        value = value_of(solution, *given)
-    rule = Envelope(value, partial(value_of, solution), partial(value_of, None))
-    found: Tensor = Known.apply(rule, *given)[0]
-    return found
-
-
-class Envelope(NamedTuple):
-    """A rule of `Known` for a value whose slope, or first derivatives, are known."""
-
-    value: Tensor
-    once: Callable[..., Tensor] | None  # the value; only first derivatives are right
-    again: Callable[..., Tensor]  # the value; derivatives of any order are right
-    slope: Tensor | None = None  # in the only input, instead of `once`
-    kept: int = 0
-
-    def outputs(self) -> tuple[Tensor]:
-        return (self.value.detach(),)
-
-    def pull_back(self, _: Any, inputs: Sequence[Tensor], needed: Any, bars: Any) -> Any:
-        if self.slope is None:
-            return None
-        found = bars[0].unsqueeze(-1).unsqueeze(-1) * self.slope
-        return [found.sum_to_size(inputs[0].shape).to(inputs[0].dtype)]
-
-    def replay(self, _: Any, inputs: Sequence[Tensor], bars: Any, more: bool) -> Any:
-        return (self.once if self.once and not more else self.again)(*inputs), bars
-
-
 # -- The Fenchel-Young loss of a target occupancy measure (Blondel, Martins and Niculae, 2020) -----
 #
 # It is convex in the loss, nonnegative, and zero exactly if the step answers with the target. Its
 # gradient in the loss is target - q, and its second derivative is Pi (torch_occ.step.implicit).
+# First derivatives of the minimum are those of ⟨q, loss⟩ + psi_t(q) - ⟨v, E q - b⟩ with q and v
+# held fixed (the envelope theorem). For higher ones, the step is differentiated.
+
+
+class Envelope(NamedTuple):
+    """A rule of `Known` for a value whose first derivatives need no derivative of the solution."""
+
+    value: Tensor
+    slope: Tensor  # the derivative in the first input
+    again: Callable[..., Tensor]  # the value; derivatives of any order are right
+    once: Callable[..., Tensor] | None = None  # the value; first derivatives are right
+    kept: int = 0
+
+    def of(self, *inputs: Tensor) -> Tensor:
+        """Return the value as a function of these inputs."""
+        found: Tensor = Known.apply(self, *inputs)[0]
+        return found
+
+    def outputs(self) -> tuple[Tensor]:
+        return (self.value.detach(),)
+
+    def pull_back(self, _: Any, inputs: Sequence[Any], needed: Sequence[bool], bars: Any) -> Any:
+        if any(needed[1:]):
+            return None
+        found = bars[0].unsqueeze(-1).unsqueeze(-1) * self.slope
+        return [found.sum_to_size(inputs[0].shape).to(inputs[0].dtype), *[None] * len(needed[1:])]
+
+    def replay(self, _: Any, inputs: Sequence[Tensor], bars: Any, more: bool) -> Any:
+        return (self.once if self.once and not more else self.again)(*inputs), bars
 
 
 def _model(step: FTRLStep, mdp: LayeredMDP | None) -> LayeredMDP:
@@ -305,60 +202,53 @@ def fenchel_young_loss(
             return _between_graphs(step, loss, target, t, **named)
         now = torch.as_tensor(step.episode(t), dtype=facts.dtype, device=facts.device)
         return fenchel_young(step.name_in_graphs, loss, target, now, warm_start, empirical)[0]
-    model = _model(step, mdp)
-    target, entropies = check_target(model, target, step.constraints, empirical)
-    t = step.episode(t)
-    now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
+    model, evaluator, t = _model(step, mdp), step.evaluator, step.episode(t)
 
-    def solve(loss: Tensor, t: Tensor, parameters: Any = None, moved: Any = None) -> Solution:
-        if parameters is None:
-            return step.solve(loss, t, warm_start=warm_start, mdp=mdp)
-        given = (warm_start, moved or mdp, True, step.constraints)
-        return step.solve_at(parameters, loss, t, *given)
-
-    def value_of(loss: Tensor) -> Tensor:
+    def in_torch(loss: Tensor) -> Tensor:
+        aim = check_target(model, target, step.constraints, empirical)
+        now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
+        moving = model.probabilities if any(map(carries_derivative, model.probabilities)) else ()
         loss = keep("pair", model, loss.to(model.dtype), 0.0)
-        paid = (target * loss).sum((-2, -1)) + _psi_if_finite(step, target, now, model)
-        return paid - optimal_value(step, solve, loss, now, model)
+        constant = step.regularizer(aim, now, model)
+        finite = constant.detach().isfinite()
+        if values_are_hidden() or not bool(finite.all()):
+            # Derivatives of the infinite elements would be NaN, even behind a `where`.
+            inside = torch.where(finite[..., None, None], aim, step.interior)
+            constant = torch.where(finite, step.regularizer(inside, now, model), 0.0)
+        paid = (aim * loss).sum((-2, -1)) + constant
+        given = (loss, now, *evaluator.parameters(now), *moving)
+        count = len(given) - len(moving)
 
-    if entropies is None or not _only_the_loss_moves(step, now, model, target):
-        return value_of(loss)
-    with torch.no_grad():
-        weight, price = _weights(step, now)
-        solution = solve(loss, now)
-        paid = torch.linalg.vecdot(target.flatten(-2), loss.to(model.dtype).flatten(-2))
-        # By duality, ⟨q, loss⟩ + psi(q) = ⟨initial, v⟩ - kappa sum q.
-        value = (
-            paid
-            + (weight * entropies[0]).sum(-1)
-            - solution.value[..., : len(model.initial)] @ model.initial
-        )
-        if not step.closed:
-            value = value + (price * (entropies[1] + solution.q.sum(-1))).sum(-1)
-        slope = target - solution.q
-    return _known(value_of, value, slope, loss)
+        def least(solution: Solution | None, *given: Tensor) -> Tensor:
+            (loss, t, *parameters), moved = given[:count], given[count:]
+            own = model.with_probabilities(*moved) if moved else model
+            held = solution is not None and not moved
+            if solution is None:
+                others = (warm_start, own if moved else mdp, True, step.constraints)
+                solution = step.solve_at(parameters, loss, t, *others)
+            q = solution.q
+            evaluate = evaluator.bind(parameters, t.expand(q.shape[:-2]))
+            value = (q * loss).sum((-2, -1)) + total(own, evaluate(step.regularizer.read(own, q)))
+            return value if held else value - (solution.value * flow_residual(own, q)).sum(-1)
+
+        if values_are_hidden() or in_forward_mode():
+            return paid - least(None, *given)
+        with torch.no_grad():
+            solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
+            value = least(solution, *given)
+        again, once = (partial(least, x) for x in (None, solution))
+        return paid - Envelope(value, solution.q, again, once).of(*given)
+
+    return _compare(step, in_torch, loss, t, warm_start, mdp, target, empirical=empirical)
 
 
-def _known(again: Callable[..., Tensor], value: Tensor, slope: Tensor, loss: Tensor) -> Tensor:
-    """Return a known value with its slope, unless losses on masked pairs are not finite."""
-    finite = bool(value.isfinite().all())
-    rule = Envelope(value, None, again, slope)
-    return Known.apply(rule, loss)[0] if finite else again(loss)
-
-
-def _only_the_loss_moves(step: FTRLStep, t: Tensor, mdp: LayeredMDP, *others: Tensor) -> bool:
-    """Return whether psi is an entropy, and autograd differentiates in nothing but the loss."""
+def _compare(
+    step: FTRLStep, in_torch: Callable[[Tensor], Tensor], loss: Tensor, *given: Any, **kind: Any
+) -> Tensor:
+    """Return a loss as the engine computes it, or in torch where the engine does not."""
     hidden = values_are_hidden() or in_forward_mode()
-    if hidden or not step.in_logs or step.constraints is not None or mdp.batch_shape:
-        return False
-    own = step.parameters() if step.evaluator.names else ()
-    fixed = (t, *others, *own, *mdp.probabilities)
-    return not any(x.requires_grad for x in fixed)
-
-
-def _weights(step: FTRLStep, t: Tensor) -> Entropy:
-    """Return w and kappa of an entropy."""
-    return entropy_of(step.evaluator.composition, step.evaluator.composition.values(t))
+    found = None if hidden else step.compare(loss, *given, **kind)
+    return in_torch(loss) if found is None else Envelope(*found, in_torch).of(loss)
 
 
 #: torch.compile divides the graph here, where more than the loss is differentiated.
@@ -366,12 +256,10 @@ _between_graphs = outside_graphs(fenchel_young_loss)
 
 
 def _empty_losses(name: str, loss: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    step, (target, t, start, _) = step_of(name), given
-    shapes = [x.shape[:-2] for x in (loss, target, start) if x is not None]
-    shapes += step.evaluator.batch_shapes(step.evaluator.parameters(t)).values()
-    batch = torch.broadcast_shapes(*shapes, t.shape, step.mdp.batch_shape)
-    slope = loss.new_empty(*batch, *loss.shape[-2:])
-    return loss.new_empty(batch, dtype=step.mdp.dtype), slope
+    target, t, start, _ = given
+    q, *_ = empty_solution(name, loss, t, start, step_of(name).evaluator.parameters(t), [])
+    slope = loss.new_empty(torch.broadcast_shapes(q.shape, target.shape))
+    return q.new_empty(slope.shape[:-2]), slope
 
 
 def _save_slope(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -407,18 +295,6 @@ def fenchel_young(
     return value.detach(), slope.contiguous()
 
 
-def _psi_if_finite(step: FTRLStep, target: Tensor, t: Tensor, mdp: LayeredMDP) -> Tensor:
-    """Return psi_t(target) with its derivatives, or zero for elements where it is not finite."""
-    psi = step.regularizer
-    value = psi(target, t, mdp)
-    finite = value.detach().isfinite()
-    if not values_are_hidden() and bool(finite.all()):
-        return value
-    # Derivatives of the infinite elements would be NaN, even behind a `where`.
-    inside = torch.where(finite[..., None, None], target, step.interior)
-    return torch.where(finite, psi(inside, t, mdp), 0.0)
-
-
 # -- Demonstrations: trajectories that the MDP must be able to produce, and their probabilities ----
 #
 # N trajectories are two tensors of integers `(*batch, N, L)`: the state in each layer, numbered
@@ -429,11 +305,11 @@ def _psi_if_finite(step: FTRLStep, target: Tensor, t: Tensor, mdp: LayeredMDP) -
 Trajectories = Tensor | Sequence[Any]
 
 
-def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> Tensor | None:
-    """Check that the MDP can produce the trajectories, where they were observed.
+def check_paths(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+    """Check that the MDP can produce the trajectories, where they were observed; see `follow`.
 
-    Return which steps were, with numbers other than -1; None if all were. Inside transforms of
-    torch.func, where control flow cannot depend on values, only the shapes are checked.
+    Inside transforms of torch.func, where control flow cannot depend on values, only the shapes are
+    checked.
     """
     for name, x in (("states", states), ("actions", actions)):
         if not isinstance(x, Tensor) or x.dtype not in (torch.int64, torch.int32):
@@ -450,88 +326,59 @@ def check_demonstrations(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> Te
             f"got {tuple(actions.shape)}"
         )
     if values_are_hidden():
-        return None
+        return follow(mdp, states, actions)
     whole = (states != -1) | (actions != -1)
-    seen = None if bool(whole.all()) else whole
-    if seen is not None and (at := _first_wrong(seen[..., 1:] & ~seen[..., :-1])):
+    if at := _first_wrong(whole[..., 1:] & ~whole[..., :-1]):
         raise ValueError(f"states: {_place_of(at)} is -1, but a later step was observed")
-    inside = (actions >= 0) & (actions < mdp.num_actions)
-    exists = mdp.actions[states.clamp(0, mdp.num_states - 1), torch.where(inside, actions, 0)]
-    possible = arrivals(mdp, states, actions, seen).detach() > 0
-    if bool((possible & (inside & exists | ~whole)).all()):
-        return seen
-    bounds = torch.tensor([(part.start, part.stop) for part in mdp.layer_slices])
-    first, stop = bounds.to(states.device).unbind(-1)
-    if at := _first_wrong(whole & ((states < first) | (states >= stop))):
+    layers, near = torch.arange(mdp.horizon, device=mdp.device), states.clamp(0, mdp.num_states - 1)
+    if at := _first_wrong(whole & ((near != states) | (mdp.layer[near] != layers))):
         here = mdp.layer_slices[at[-1]]
         raise ValueError(
             f"states: {_place_of(at)} is {int(states[at])}, which is not a state of this layer; "
             f"those are {here.start} to {here.stop - 1}"
         )
-    if at := _first_wrong(whole & ~(inside & exists)):
+    inside = (actions >= 0) & (actions < mdp.num_actions)
+    exists = inside & mdp.actions[near, torch.where(inside, actions, 0)]
+    if at := _first_wrong(whole & ~exists):
         raise ValueError(
             f"actions: {_place_of(at)} is {int(actions[at])}, an action that does not exist in "
             f"{mdp.locate(int(states[at]))}"
         )
-    at = _first_wrong(~possible)
+    visits, chances = follow(mdp, states, actions)
+    if not (at := _first_wrong(chances <= 0)):
+        return visits, chances
     why = "where no episode of this MDP begins"
     if at[-1] > 0:
         before = (*at[:-1], at[-1] - 1)
-        why = (
-            f"which cannot follow {mdp.locate(int(states[before]))}, action {int(actions[before])}"
-        )
+        pair = f"{mdp.locate(int(states[before]))}, action {int(actions[before])}"
+        why = f"which cannot follow {pair}"
     raise ValueError(
         f"states: {_place_of(at)} is {int(states[at])} ({mdp.locate(int(states[at]))}), {why}"
     )
 
 
-@remembered
-def moves_of(mdp: LayeredMDP) -> Tensor:
-    """Return the first states and the moves, in the order of `probabilities`, as sorted numbers.
+def follow(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean visits of trajectories, `(*batch, S, A)`, and the chance of each step.
 
-    A move from pair (s, a) to s' is (s A + a) S + s'; the first state s is s - S.
+    Chances are initial(s_0), P(s_1 | s_0, a_0), ..., `(*batch, N, L)`. They are differentiable in
+    the probabilities, and one where nothing was observed.
     """
-    found = [torch.arange(mdp.layer_sizes[0], device=mdp.device) - mdp.num_states]
-    for layer, here in zip(mdp.layers[:-1], mdp.layer_slices, strict=False):
-        n, num_actions, m = layer.sizes
-        if isinstance(layer, DenseLayer):
-            every = torch.arange(n * num_actions * m, device=mdp.device)
-            pair, following = every // m, every % m
-        else:
-            pair, following = layer.pattern.pair.long(), layer.pattern.next.long()
-        pair = pair + here.start * num_actions
-        found.append(pair * mdp.num_states + following + here.stop)
-    return torch.cat(found)
-
-
-def probability_table(mdp: LayeredMDP) -> Tensor:
-    """Return the initial distribution and all transitions as one table, `(*batch, moves)`."""
-    given = zip(mdp.probabilities[:-1], event_dims_of(mdp), strict=False)
-    parts = [p.flatten(-dims) for p, dims in given]
-    return torch.cat([p.expand(*mdp.batch_shape, -1) for p in parts], -1)
-
-
-known_table = remembered(probability_table)
-
-
-def arrivals(
-    mdp: LayeredMDP, states: Tensor, actions: Tensor, seen: Tensor | None = None
-) -> Tensor:
-    """Return initial(s_0), P(s_1 | s_0, a_0), ... of each trajectory, `(*batch, N, L)`.
-
-    It is differentiable in the probabilities, and one where nothing was observed.
-    """
-    keys, pair = moves_of(mdp), states * mdp.num_actions + actions
-    moves = pair[..., :-1] * mdp.num_states + states[..., 1:]
-    wanted = torch.cat([states[..., :1] - mdp.num_states, moves], -1).long()
-    entry = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
-    moving = values_are_hidden() or any(carries_derivative(p) for p in mdp.probabilities)
-    table = probability_table(mdp) if moving else known_table(mdp)
-    batch = broadcast(table.shape[:-1], entry.shape[:-2])
-    every = entry.expand(*batch, *entry.shape[-2:])
-    found = table.expand(*batch, -1).gather(-1, every.flatten(-2)).view(every.shape)
-    found = torch.where(keys[entry] == wanted, found, 0.0)
-    return found if seen is None else torch.where(seen, found, 1.0)
+    shape = (*broadcast(mdp.batch_shape, states.shape[:-2]), *states.shape[-2:])
+    seen, (S, A) = (states != -1).expand(shape), mdp.actions.shape
+    first = torch.tensor([part.start for part in mdp.layer_slices], device=mdp.device)
+    state = torch.where(seen, states - first, 0).long()  # in its layer
+    pair = state * A + torch.where(seen, actions, 0)
+    share, visits = seen.to(mdp.dtype) / shape[-2], mdp.initial.new_zeros(*shape[:-2], S * A)
+    visits = visits.scatter_add(-1, (pair + first * A).flatten(-2), share.flatten(-2))
+    chances, chance = [], mdp.initial.unsqueeze(-2)
+    for k, layer in enumerate(mdp.layers):
+        chances.append(chance.expand(*shape[:-1], -1).gather(-1, state[..., k, None]))
+        taken = chance.new_zeros(*shape[:-1], layer.sizes[0] * A)
+        taken = taken.scatter(-1, pair[..., k, None], 1.0).unflatten(-1, (-1, A))
+        p = layer.probabilities
+        p = p.unsqueeze(-1 - layer.event_dims) if layer.batch_shape else p
+        chance = layer.with_probabilities(p).arrive(taken)
+    return visits.unflatten(-1, (S, A)), torch.where(seen, torch.cat(chances, -1), 1.0)
 
 
 def _first_wrong(wrong: Tensor) -> tuple[int, ...]:
@@ -573,8 +420,7 @@ def expected_cost(
         SolveError, TypeError, ValueError: as the step; also if the cost has another shape.
     """
     model = _model(step, mdp)
-    if isinstance(cost, Tensor) and cost.is_floating_point():
-        cost = cost.to(model.dtype)
+    cost = promote(cost, model)
     check_like("cost", cost, model)
     q = step(loss, t, warm_start=warm_start, mdp=mdp)
     return (q * keep("pair", model, cost, 0.0)).sum((-2, -1))
@@ -621,61 +467,23 @@ def negative_log_likelihood(
         SolveError: as the step.
     """
     model = _model(step, mdp)
-    t = step.episode(t)
-    now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
-    given = _padded(model, states, actions)
-    find = partial(_demonstrated, model, *given)
-    found = find() if values_are_hidden() else known_about(model, "shown", find, *given)
-    seen, visits, flows = found
+    t, given = step.episode(t), _padded(model, states, actions)
 
-    def value_of(loss: Tensor) -> Tensor:
+    def in_torch(loss: Tensor) -> Tensor:
+        visits, chances = check_paths(model, *given)
+        now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
         solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
         kept = keep("pair", model, loss.to(model.dtype), 0.0)
-        if step.closed and step.constraints is None:
-            # log pi = (v - loss - P v) / w
-            z = visits / _weights(step, now).weight.unsqueeze(-1)
-            balance = flow_of(model).inflow(z) - z @ z.new_ones(z.shape[-1])
-            value = (z * kept).sum((-2, -1)) + (balance * solution.value).sum(-1)
-        else:
-            logs = _log_policy(step, solution, kept, now, model)
-            value = -(visits * torch.where(visits > 0, logs, 0.0)).sum((-2, -1))
-        if transitions:
-            moves = arrivals(model, *given, seen).log()
-            value = value - moves.sum(-1).mean(-1)
-        return value
+        logs = _log_policy(step, solution, kept, now, model)
+        value = -(visits * torch.where(visits > 0, logs, 0.0)).sum((-2, -1))
+        return value - chances.log().sum(-1).mean(-1) if transitions else value
 
-    fast = flows and step.closed and not (transitions or step.regularizer.places())
-    if not (fast and _only_the_loss_moves(step, now, model)):
-        return value_of(loss)
-    # If the visits are an occupancy measure, v counts at the start only.
-    with torch.no_grad():
-        weight = _weights(step, now).weight
-        solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
-        paid = torch.linalg.vecdot(visits.flatten(-2), loss.to(model.dtype).flatten(-2))
-        value = (paid - solution.value[..., : len(model.initial)] @ model.initial) / weight.squeeze(
-            -1
-        )
-        slope = (visits - solution.q) / weight.unsqueeze(-1)
-    return _known(value_of, value, slope, loss)
+    if step.closed and not transitions:
+        return _compare(step, in_torch, loss, t, warm_start, mdp, *given)
+    return in_torch(loss)
 
 
-def _demonstrated(
-    mdp: LayeredMDP, states: Tensor, actions: Tensor
-) -> tuple[Tensor | None, Tensor, bool]:
-    """Check trajectories; return which steps were observed (None for all) and the mean visits.
-
-    Return also whether the visits `(*batch, S, A)` are known to be an occupancy measure.
-    """
-    seen = check_demonstrations(mdp, states, actions)
-    share = torch.full((), 1 / states.shape[-2], dtype=mdp.dtype, device=mdp.device)
-    share = share.expand(states.shape) if seen is None else torch.where(seen, share, 0.0)
-    index = (states * mdp.num_actions + actions).clamp(min=0).flatten(-2).long()
-    visits = share.new_zeros(*index.shape[:-1], mdp.actions.numel())
-    visits = visits.scatter_add(-1, index, share.flatten(-2)).unflatten(-1, mdp.actions.shape)
-    return seen, visits, not values_are_hidden() and _meets_probe(mdp, visits, False)
-
-
-def _padded(mdp: LayeredMDP, states: Trajectories, actions: Trajectories) -> tuple[Any, Any]:
+def _padded(mdp: LayeredMDP, states: Trajectories, actions: Trajectories) -> tuple[Any, ...]:
     """Return lists of trajectories as tensors `(N, L)`, with -1 after their ends."""
     if not (isinstance(states, Sequence) and isinstance(actions, Sequence)):
         return states, actions
@@ -689,7 +497,7 @@ def _padded(mdp: LayeredMDP, states: Trajectories, actions: Trajectories) -> tup
         [torch.as_tensor(x).tolist() + [-1] * (mdp.horizon - len(x)) for x in part]
         for part in (states, actions)
     ]
-    return torch.tensor(rows[0], device=mdp.device), torch.tensor(rows[1], device=mdp.device)
+    return tuple(torch.tensor(part, device=mdp.device) for part in rows)
 
 
 def _log_policy(
@@ -697,7 +505,10 @@ def _log_policy(
 ) -> Tensor:
     """Return log pi `(*batch, S, A)`; values on masked pairs are meaningless."""
     if step.in_logs and step.constraints is None:  # a softmax; see torch_occ.step.entropic
-        weight = _weights(step, t).weight.unsqueeze(-1)
+        composition = step.evaluator.composition
+        weight = entropy_of(composition, composition.values(t)).weight.unsqueeze(-1)
         Q = loss + flow_of(mdp).lookahead(solution.value)
+        if step.closed:
+            return (solution.value.unsqueeze(-1) - Q) / weight
         return torch.where(mdp.actions, -Q / weight, -torch.inf).log_softmax(-1)
     return keep("pair", mdp, solution.q, 1.0).log() - solution.q.sum(-1, keepdim=True).log()

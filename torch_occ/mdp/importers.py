@@ -109,22 +109,20 @@ def from_arrays(
     """See `LayeredMDP.from_arrays`."""
     pieces, action_axis = _per_action(transition, action_axis)
     num_states = pieces[0].shape[0]
-    entries = []
+    # Look up rewards before terminal states are merged into the absorbing end.
+    rewards, entries = _rewards(reward, (num_states, len(pieces)), action_axis), []
     for a, piece in enumerate(pieces):
         if piece.shape != (num_states, num_states):
             shape = f"shape ({num_states}, {num_states}); an array may also be (S, A, S)"
             raise ValueError(f"transition: action {a}: got {piece.shape}, expected {shape}")
         state, after = piece.nonzero()
-        values = np.asarray(piece[state, after], dtype=np.float64).ravel()
-        entries.append((state, np.full(len(state), a), after, values))
+        found = (np.asarray(x[state, after], dtype=np.float64) for x in (piece, rewards[a]))
+        entries.append((state, np.full(len(state), a), after, *map(np.ravel, found)))
     columns = [torch.from_numpy(np.concatenate(part)) for part in zip(*entries, strict=True)]
     state, action, after = (column.long() for column in columns[:3])
     everything = torch.ones(num_states, len(pieces), dtype=torch.bool)
-    outcomes = Outcomes(state, action, after, columns[3], everything)
-    # Look up rewards before terminal states are merged into the absorbing end.
-    rewards = _reward_of(reward, outcomes, action_axis)
-    alive = finish(outcomes, tuple(terminal))
-    return build(alive, rewards[alive.actions[outcomes.state, outcomes.action]], horizon, initial)
+    alive = finish(Outcomes(state, action, after, columns[3], everything), tuple(terminal))
+    return build(alive, columns[4][alive.actions[state, action]], horizon, initial)
 
 
 def _per_action(transition: Any, action_axis: int | None) -> tuple[list[Any], int]:
@@ -152,34 +150,28 @@ def _matrices(pieces: Any) -> list[Any]:
     return [piece.tocsr() if hasattr(piece, "tocsr") else np.asarray(piece) for piece in pieces]
 
 
-def _reward_of(reward: Any, outcomes: Outcomes, action_axis: int) -> Tensor:
-    """The reward of every outcome; `reward` may have any form that `from_arrays` accepts."""
+def _rewards(reward: Any, shape: tuple[int, int], action_axis: int) -> list[Any]:
+    """One `(S, S)` matrix of rewards per action, from any form that `from_arrays` accepts."""
     if isinstance(reward, Tensor):
         reward = reward.detach().cpu().numpy()
-    num_states, num_actions = shape = tuple(outcomes.actions.shape)
-    state, action, after = outcomes.state, outcomes.action, outcomes.next
+    num_states, num_actions = shape
+    square = (num_states, num_states)
     objects = isinstance(reward, np.ndarray) and reward.dtype == object
     if objects or any(hasattr(piece, "tocsr") for piece in reward):
         matrices = _matrices(reward)
-        if [each.shape for each in matrices] != [(num_states, num_states)] * num_actions:
+        if [each.shape for each in matrices] != [square] * num_actions:
             raise ValueError(
-                f"reward: expected {num_actions} matrices of shape ({num_states}, {num_states}), "
-                "one for every action"
+                f"reward: expected {num_actions} matrices of shape {square}, one for every action"
             )
-        rows, columns, found = state.numpy(), after.numpy(), np.empty(len(state))
-        for a, matrix in enumerate(matrices):
-            mine = (action == a).numpy()
-            found[mine] = np.asarray(matrix[rows[mine], columns[mine]]).ravel()
-        return torch.from_numpy(found)
-    table = torch.as_tensor(np.asarray(reward, dtype=np.float64))
+        return matrices
+    table = np.asarray(reward, dtype=np.float64)
     cube = (*(shape[::-1] if action_axis == 0 else shape), num_states)
-    if table.shape == (num_states,):
-        return table[state]
-    if table.shape == shape:
-        return table[state, action]
     if table.shape == cube:
-        return table[action, state, after] if action_axis == 0 else table[state, action, after]
-    raise unexpected("reward", f"shape ({num_states},), {shape} or {cube}", tuple(table.shape))
+        return list(np.moveaxis(table, action_axis, 0))
+    if table.shape not in ((num_states,), shape):
+        raise unexpected("reward", f"shape ({num_states},), {shape} or {cube}", table.shape)
+    columns = np.broadcast_to(table.T, shape[::-1])
+    return [np.broadcast_to(column[:, None], square) for column in columns]
 
 
 # -- Gymnasium ---------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 beliefs     counts, epochs and confidence sets of learners that do not know the transitions
 exploring   IXOMD, Balanced and Adaptive FTRL, for bandit feedback in games
-planning    KL-UCB and Thompson sampling for known transitions, PSRL for unknown ones
+kl_ucb      KL-UCB for known transitions: optimism by relative entropy
+thompson    posterior sampling: Thompson sampling, and PSRL for unknown transitions
 ucbvi       UCBVI, EULER, StrongEuler, multi-layer UCBVI: optimism for unknown transitions
 unknown     FTRL over the occupancy measures of transitions that are learned
 uob_reps    UOB-REPS: mirror descent over a confidence set of transitions, and its projection
@@ -20,9 +21,9 @@ from torch_occ.rivals.exploring import ExploringFTRL as ExploringFTRL
 from torch_occ.rivals.exploring import adaptive_ftrl as adaptive_ftrl
 from torch_occ.rivals.exploring import balanced_ftrl as balanced_ftrl
 from torch_occ.rivals.exploring import ixomd as ixomd
-from torch_occ.rivals.planning import KLUCB as KLUCB
-from torch_occ.rivals.planning import PSRL as PSRL
-from torch_occ.rivals.planning import Thompson as Thompson
+from torch_occ.rivals.kl_ucb import KLUCB as KLUCB
+from torch_occ.rivals.thompson import PSRL as PSRL
+from torch_occ.rivals.thompson import Thompson as Thompson
 from torch_occ.rivals.ucbvi import EULER as EULER
 from torch_occ.rivals.ucbvi import UCBVI as UCBVI
 from torch_occ.rivals.ucbvi import MultiLayerUCBVI as MultiLayerUCBVI

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_occ._support import private
@@ -39,8 +38,8 @@ from torch_occ.step.solution import (
     check_types,
     check_values,
 )
-from torch_occ.step.system import SeparableStates, Swept
-from torch_occ.step.ways import pays_off, solves_in_logs, why_not_world
+from torch_occ.step.system import SeparableStates, Sweep, Swept
+from torch_occ.step.ways import pays_off, solves_in_logs, why_not_model, why_not_world
 
 # -- Derivatives of a compiled step: by kernels where possible, by the torch path elsewhere --------
 #
@@ -147,6 +146,8 @@ _ALONE = 16
 
 _ONLY = np.zeros(1, dtype=np.int64)
 
+_NO_TARGETS, _NO_PATHS = 2 * (np.zeros(0),), 2 * (np.zeros((0, 0, 0), dtype=np.int64),)
+
 
 class CompiledStep:
     """min ⟨q, loss⟩ + psi_t(q) in compiled kernels, for tensors outside torch.func transforms."""
@@ -224,9 +225,9 @@ class CompiledStep:
             kernels.find_entropies(self.kinds, terms, entropies)
         q, v, certificate = self._empty(count, 5)
         given = (rows(loss, batch, 2), rows(start, batch, 2), q, v, certificate)
-        limits = (self.tolerance, self.options.max_steps)
         within = tuple(x.numpy() for x in own) or None
         m = own[1].shape[1] if own else 0
+        limits = (None, self.tolerance, self.options.max_steps)
         self.run(world, batch, kernels.solve_steps, terms, entropies, m, *given, within, *limits)
         statuses = certificate[:, 0]
         if self.in_logs and not np.isfinite(q).all():
@@ -251,6 +252,44 @@ class CompiledStep:
         marks = torch.from_numpy(certificate.reshape(*batch, 5))
         y = own[2].view(*batch, m) if own else None
         return Solution(found[0], found[1], marks, True, y), converged
+
+    def compare(
+        self, loss: Tensor, t: Any, start: Tensor, mdp: Any, *shown: Any, empirical: bool = False
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return losses of solutions and their slopes in the loss; see `engine.entropic.compare`.
+
+        Args:
+            shown: targets `(*batch, S, A)`, or states and actions `(*batch, N, L)`.
+
+        Returns:
+            `(*batch,)` and `(*batch, S, A)`; None if an argument or the result is wrong, or if more
+            than the loss is differentiated.
+        """
+        given, shape = shown[0], getattr(shown[0], "shape", _SINGLE)
+        kinds = (torch.float64,) if len(shown) == 1 else (torch.int64, torch.int32)
+        fits = all(isinstance(x, Tensor) and x.dtype in kinds and x.shape == shape for x in shown)
+        prepared = self._prepare(loss, t, start, mdp, None) if self.in_logs else None
+        if prepared is None or not fits or shape[:-2] not in (_SINGLE, prepared[-1]):
+            return None
+        world, inputs, _, _, terms, batch = prepared
+        moving = any(isinstance(x, Tensor) and x.requires_grad for x in (*inputs, given))
+        if moving or world.tensors or world.batch_shape or not given.is_cpu:
+            return None
+        slope, v, certificate = self._empty(batch.numel(), 5)
+        value, error = np.empty((2, batch.numel()))
+        if len(shown) == 1 and shape[-2:] == self.shape:
+            logs = np.log(rows(given.clamp(min=1e-300), batch, 2)).ravel()
+            found = (rows(given, batch, 2).ravel(), logs, *_NO_PATHS)
+        elif len(shown) == 2 and given.numel() and shape[1:][-1:] == (world.mdp.horizon,):
+            found = (*_NO_TARGETS, *(x.long().reshape(-1, *shape[-2:]).numpy() for x in shown))
+        else:
+            return None
+        aim = kernels.Aim(*found, empirical, value, error)
+        arguments = (rows(loss, batch, 2), rows(start, batch, 2), slope, v, certificate, None, aim)
+        limits = (self.tolerance, self.options.max_steps)
+        self.run(world, batch, kernels.solve_steps, terms, None, 0, *arguments, *limits)
+        result = torch.from_numpy(value.reshape(batch)), self.tensors(batch, slope, v)[0]
+        return result if (error <= 1e-6).all() else None  # as of a linear-programming solver
 
     def pull_back(
         self,
@@ -539,39 +578,31 @@ def _memory(
 def applies(mdp: LayeredMDP) -> bool:
     """Return whether the kernel supports this MDP: single, sparse, float64, on the CPU."""
     sparse = all(isinstance(layer, SparseLayer) for layer in mdp.layers[:-1])
-    plain = mdp.device.type == "cpu" and mdp.dtype == torch.float64
-    return sparse and not mdp.batch_shape and plain
+    return sparse and why_not_model(mdp) is None
 
 
-class CompiledSweeps:
-    """The sweeps of torch_occ.step.system in a kernel; it loops over a batch."""
+def sweeps(states: SeparableStates, mdp: LayeredMDP) -> Sweep:
+    """Return the sweeps in a kernel, which loops over a batch."""
+    softest = states.softest.squeeze(-1).to(states.p.dtype)
+    own = ((states.p, 2), (states.inverse, 2), (states.total, 1), (softest, 1))
 
-    def __init__(self, states: SeparableStates, mdp: LayeredMDP) -> None:
-        self.rows = arrays.rows_of(mdp)
-        self.pairs = tuple(states.p.shape[-2:])
-        softest = states.softest.squeeze(-1).to(states.p.dtype)
-        self.states = [part.detach() for part in (states.p, states.inverse, states.total, softest)]
-
-    def sweep(self, z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
-        p, inverse, total, softest = self.states
-        given = [(z, 1), (p, 2)]
-        given += [(part, dims) for part, dims in ((x, 2), (r, 1)) if part is not None]
+    def sweep(z: Tensor, x: Tensor | None, r: Tensor | None) -> Swept:
+        given = [
+            (part, dims) for part, dims in ((z, 1), own[0], (x, 2), (r, 1)) if part is not None
+        ]
         batch = broadcast(*(part.shape[: part.dim() - dims] for part, dims in given))
-        v, within = z.new_empty(*batch, self.pairs[0]), z.new_empty(*batch, *self.pairs)
-        du = z.new_zeros(*batch, self.pairs[0])
-        count = batch.numel()
-        if r is not None:
-            du.copy_(r)
-        force = np.zeros((1, 0)) if x is None else _flat(x, batch, 2)
-        own = ((p, 2), (inverse, 2), (total, 1), (softest, 1))
-        parts: Any = tuple(_flat(part, batch, dims) for part, dims in own)
-        out: Any = tuple(part.view(count, -1).numpy() for part in (v, within, du))
-        sweep_all(self.pairs[1], self.rows, parts, _flat(z, batch, 1), force, x is not None, out)
+
+        def flat(part: Tensor, dims: int) -> Floats:
+            """Return one row per element of the batch, or a single row if all share it."""
+            return rows(part, batch, dims).reshape(-1, part.shape[-dims:].numel())
+
+        du = z.new_zeros(*batch, mdp.num_states) if r is None else r.expand(*batch, -1).clone()
+        v, within = torch.empty_like(du), z.new_empty(*batch, *mdp.actions.shape)
+        force = np.zeros((1, 0)) if x is None else flat(x, 2)
+        parts: Any = tuple(flat(*part) for part in own)
+        out: Any = tuple(part.view(batch.numel(), -1).numpy() for part in (v, within, du))
+        known = (mdp.num_actions, arrays.rows_of(mdp))
+        sweep_all(*known, parts, flat(z, 1), force, x is not None, out)
         return Swept(v, within, du)
 
-
-def _flat(part: Tensor, batch: torch.Size, dims: int) -> NDArray[Any]:
-    """Return one row per element of the batch, or a single row if all elements share it."""
-    event = part.shape[part.dim() - dims :]
-    part = part.detach() if part.numel() == event.numel() else part.detach().expand(*batch, *event)
-    return part.reshape(-1, event.numel()).contiguous().numpy()
+    return sweep

@@ -262,6 +262,15 @@ class FTRLStep(Frozen):
         """Return `CompiledStep.pull_back`, if it can be computed."""
         return None if self._compiled is None else self._compiled.pull_back(*given)
 
+    def compare(
+        self, loss: Tensor, t: Tensor | float, start: Tensor | None, *given: Any, **kind: Any
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return `CompiledStep.compare`, if it can be computed."""
+        if self._compiled is None or self.constraints is not None:
+            return None
+        loss, start = graph.promote(loss, self.mdp), self.interior if start is None else start
+        return self._compiled.compare(loss, t, start, *given, **kind)
+
     def _solve_in_torch(self, loss: Tensor, *given: Any, check: bool) -> Solution:
         setting, start, rank = self._prepare(loss, *given)
         return solve_setting(setting, self.options, loss, start, rank, check)

@@ -223,9 +223,10 @@ def as_operator(
 library = torch.library.Library("torch_occ", "FRAGMENT")
 
 
-def _empty(
+def empty_solution(
     name: str, loss: Tensor, t: Any, start: Any, parameters: Tensors, budgets: Tensors
 ) -> list[Tensor]:
+    """Return what `solve_step` returns, without numbers."""
     step = step_of(name)
     shapes = [loss.shape[:-2], step.mdp.batch_shape, *([] if t is None else [t.shape])]
     shapes += step.evaluator.batch_shapes(parameters).values()
@@ -262,7 +263,7 @@ def _pull_back(ctx: Any, bars: list[Any]) -> tuple[Any, ...]:
 @as_operator(
     "solve_step(str name, Tensor loss, Tensor? t, Tensor? start, Tensor[] parameters, "
     "Tensor[] budgets) -> Tensor[]",
-    _empty,
+    empty_solution,
     _pull_back,
     _save,
 )

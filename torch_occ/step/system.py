@@ -280,7 +280,7 @@ def sweep_of(states: States, flow: LayeredFlow) -> Sweep:
     if isinstance(states, SeparableStates) and flow.mdp.is_sparse and _has_numba():
         compiled = later("step.compiled")
         if compiled.applies(flow.mdp):
-            sweep: Sweep = compiled.CompiledSweeps(states, flow.mdp).sweep
+            sweep: Sweep = compiled.sweeps(states, flow.mdp)
             return sweep
     return sweeps_in_torch(states, flow)
 

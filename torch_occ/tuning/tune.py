@@ -575,7 +575,7 @@ def recommended(mdp: LayeredMDP, world: Kind = "any") -> Learner:
     known = get_args(Kind)
     check_that(world in known, "world", f"one of {', '.join(map(repr, known))}", repr(world))
     if world == "stochastic":
-        return later("rivals.planning").Thompson(mdp)
+        return later("rivals.thompson").Thompson(mdp)
     if world == "any":
         return ShiftedFTRL(mdp)
     entropy, (gamma, beta) = (
