@@ -109,12 +109,13 @@ def from_arrays(
     """See `LayeredMDP.from_arrays`."""
     pieces, action_axis = _per_action(transition, action_axis)
     num_states = pieces[0].shape[0]
-    # Look up rewards before terminal states are merged into the absorbing end.
-    rewards, entries = _rewards(reward, (num_states, len(pieces)), action_axis), []
     for a, piece in enumerate(pieces):
         if piece.shape != (num_states, num_states):
             shape = f"shape ({num_states}, {num_states}); an array may also be (S, A, S)"
             raise ValueError(f"transition: action {a}: got {piece.shape}, expected {shape}")
+    # Look up rewards before terminal states are merged into the absorbing end.
+    rewards, entries = _rewards(reward, (num_states, len(pieces)), action_axis), []
+    for a, piece in enumerate(pieces):
         state, after = piece.nonzero()
         found = (np.asarray(x[state, after], dtype=np.float64) for x in (piece, rewards[a]))
         entries.append((state, np.full(len(state), a), after, *map(np.ravel, found)))
