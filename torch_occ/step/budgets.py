@@ -393,13 +393,16 @@ class BudgetedSetting(Setting):
     def source(self) -> Tensor:
         return join([super().source, -self.limits], 1)
 
-    def shape(self, loss: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+    def shape(self, loss: Tensor, tolerance: float) -> tuple[Tensor, Tensor | float]:
         """Return gaps in place of a loss beside which prices lose digits, and what v lacks."""
-        weights = self.evaluator.composition.weigh([spread_batch(self.t), *self.parameters]).terms
-        least = min((float(torch.as_tensor(x).abs().min()) for x in weights), default=0.0)
+        given = (spread_batch(self.t), *self.parameters)
+        values = [x if x.dim() else x.item() for x in given]  # numbers take less time
+        weights = self.evaluator.composition.weigh(values).terms
+        sizes = (x.abs().min().item() if isinstance(x, Tensor) else abs(x) for x in weights)
+        least = min(sizes, default=0.0)
         loss = keep("pair", self.mdp, loss, 0.0)
         if torch.finfo(loss.dtype).eps * float(loss.abs().max()) <= tolerance / 4 * least:
-            return loss, torch.zeros_like(loss[..., 0])
+            return loss, 0.0
         shaped = shape_finely(self.mdp, loss)
         return shaped.gaps, shaped.value + potential(self.mdp, shaped.constants)
 
