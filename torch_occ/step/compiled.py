@@ -219,21 +219,22 @@ class CompiledStep:
             return None
         world, inputs, values, numbers, terms, batch = prepared
         entropies, count = None, batch.numel()
-        own = [x.reshape(count, *x.shape[len(batch) :]).contiguous() for x in budgets]
+        own, within, m = budgets, None, 0
+        if budgets:
+            own = [x.reshape(count, *x.shape[len(batch) :]).contiguous() for x in budgets]
+            within, m = tuple(x.numpy() for x in own), own[1].shape[1]
         if terms.shape[1] > 1 and self.kinds[2]:
             entropies = np.empty(count, dtype=np.bool_)
             kernels.find_entropies(self.kinds, terms, entropies)
         q, v, certificate = self._empty(count, 5)
         given = (rows(loss, batch, 2), rows(start, batch, 2), q, v, certificate)
-        within = tuple(x.numpy() for x in own) or None
-        m = own[1].shape[1] if own else 0
         limits = (None, self.tolerance, self.options.max_steps)
         self.run(world, batch, kernels.solve_steps, terms, entropies, m, *given, within, *limits)
         statuses = certificate[:, 0]
         if self.in_logs and not np.isfinite(q).all():
             lost = ~np.isfinite(q.reshape(count, -1)).all(-1)
             statuses[lost & (statuses == Status.CONVERGED)] = Status.NOT_FINITE
-        converged = not (statuses.any() if batch else statuses.item())
+        converged = not (statuses.any() if batch else certificate.item(0))
         if not converged and (statuses == kernels.BAD_INPUT).any():
             self._complain(world, loss, t, start)
             return None
@@ -399,7 +400,7 @@ class CompiledStep:
     def _in_domain(self, values: list[Any], parameters: Sequence[Tensor] | None) -> bool:
         """Return whether t is finite and at least 1; validate parameters that have changed."""
         t, *known = values
-        if not all(type(x) is float for x in values):
+        if {*map(type, values)} != {float}:
             if any(x is None for x in values):
                 return False
             t, known = np.asarray(t), [x if type(x) is float else x.tolist() for x in known]
