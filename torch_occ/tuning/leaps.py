@@ -126,8 +126,7 @@ def leap(
     none = ends.new_zeros(particles)
     t, total, length, opening = none + 1, none, none, none  # total: the regret so far
     stop, leaps, uncertified = none.long(), none.long(), none.long()
-    regret = none.new_zeros(particles, len(ends))
-    q = interior_point(mdp).expand(particles, -1, -1)
+    regret, q = none.new_zeros(particles, len(ends)), interior_point(mdp).expand(particles, -1, -1)
     loss = torch.zeros_like(q)
     while True:
         solution = step.solve(loss, t, warm_start=q, check=False)
