@@ -5,7 +5,7 @@ compiling     how kernels are compiled, and kept on disk with a stamp that says 
 constants     numbers that torch and the engine share: chunks, checkpoints, tolerances
 files         files: written atomically, checked when they are read; states of runs, and tables
 fingerprints  hashes of everything that decides the numbers of a run, to recognize a saved run
-private       every use of a private interface of torch and the standard library
+private       every use of a private interface of another package
 processes     interrupts and threads
 streams       random numbers that are a function of seed, purpose and chunk
 version       the version of the package; saved runs belong to it, and pyproject.toml reads it here

@@ -230,7 +230,7 @@ _STAMP = stamp_of(SOURCES)
 
 
 class _Implementation(caching.CompileResultCacheImpl):
-    """In NUMBA_CACHE_DIR; beside the sources, in `__pycache__`; or in the user's cache folder."""
+    """How Numba stores a function; here a routine is stored, too, as bitcode."""
 
     def rebuild(self, target_context: Any, payload: Any) -> Any:
         """A compiled function from what was stored: a kernel, or a routine."""

@@ -619,9 +619,12 @@ def compare(
 ) -> None:
     """Write the losses of solutions, and replace q by their derivatives by the predicted losses.
 
-    For targets it is the Fenchel-Young loss, w sum z log(pi_z / pi) and so on, and z - q. For
-    trajectories it is - sum z log pi, and (z - y) / w with y = pi (z(s) - w x(s)), where x is the
-    inflow of this derivative.
+    For targets z, it is the Fenchel-Young loss, whose derivative is z - q,
+
+        w sum z log(pi_z / pi) + kappa sum (z(s) log(z(s) / u(s)) - z(s) + u(s)) + ⟨v, E z - b⟩.
+
+    For trajectories with mean visits z, it is - sum z log pi. The derivative is (z - y) / w with
+    y = pi (z(s) - w x(s)), where x is the inflow of this derivative.
     """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     value, likelihood = 0.0, aim.states.shape[1] > 0
