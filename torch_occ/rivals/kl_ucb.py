@@ -81,6 +81,3 @@ def log_kl_lower(mean: Any, width: Any, guess: Any) -> Any:
         if not anywhere(((left > KL_TOLERANCE) | (abs(step) > 1e-3)) & inside):
             break
     return x
-
-
-# -- posterior sampling ----------------------------------------------------------------------------
