@@ -504,7 +504,7 @@ def test_messages(name):
 
 
 def well_conditioned(cases):
-    """Without the fields on which the backends disagree: there, 1e-12 is asked too much."""
+    """Without fields on which backends, or two kinds of machines, disagree by more than 2e-13."""
     other = {"torch": "engine", "engine": "torch"}
     found = {}
     for name, case in cases.items():
