@@ -18,16 +18,11 @@ MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
 LOSS = torch.rand(7, 3, dtype=F64, generator=torch.Generator().manual_seed(1))
 
 
-def grid(size):
-    """The square grid, in which every step goes right or down."""
-    edges = [
-        ((i, j), (i + a, j + b))
-        for i in range(size)
-        for j in range(size)
-        for a, b in ((0, 1), (1, 0))
-        if i + a < size and j + b < size
-    ]
-    return occ.LayeredMDP.from_graph(edges, (0, 0), (size - 1, size - 1))
+def grid(rows, columns):
+    """The grid in which every step goes right or down."""
+    cells = [(i, j) for i in range(rows) for j in range(columns)]
+    ends = [(cell, (cell[0] + a, cell[1] + 1 - a)) for cell in cells for a in (0, 1)]
+    return occ.LayeredMDP.from_graph([x for x in ends if x[1] in cells], (0, 0), cells[-1])
 
 
 class Net(torch.nn.Module):
@@ -82,7 +77,7 @@ def test_programs_with_other_parameters_leave_the_step_alone():
 
 
 def test_second_derivatives_of_rare_states():
-    mdp = grid(30)
+    mdp = grid(30, 30)
     step = occ.FTRLStep(mdp, occ.ConditionalEntropy(), backend="torch")
     generator = torch.Generator().manual_seed(0)
     shape = (mdp.num_states, mdp.num_actions)
@@ -181,14 +176,16 @@ def test_auto_lets_torch_try_what_the_engine_cannot_certify(monkeypatch):
     )
     monkeypatch.setattr(type(compiled), "__call__", lambda *_: (bad, False))
     expected = occ.FTRLStep(MDP, occ.jin_luo(MDP, beta=1.0), backend="torch")(LOSS, 5.0)
-    assert torch.equal(step(LOSS, 5.0), expected)
+    solution = step.solve(LOSS, 5.0)
+    assert torch.equal(solution.q, expected)
+    assert solution.backend == "torch"
     step.use("engine")
     with pytest.raises(occ.SolveError, match="STALLED"):
         step(LOSS, 5.0)
 
 
 def test_single_precision_on_a_grid():
-    mdp = grid(12)
+    mdp = grid(12, 12)
     step = occ.FTRLStep(
         mdp.map_tensors(lambda x: x.float() if x.is_floating_point() else x),
         occ.ConditionalEntropy(),
@@ -197,6 +194,18 @@ def test_single_precision_on_a_grid():
     loss = 100 * torch.rand(shape, generator=torch.Generator().manual_seed(0))
     solution = step.solve(loss, check=False)
     assert bool(solution.flow_residual.isfinite())
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e3])
+@pytest.mark.parametrize("size", [(24, 38), (40, 20), (30, 30)])
+def test_the_engine_solves_shannon_on_grids(size, scale):
+    """On the way from the interior point, states are visited less than 1e-300 times."""
+    mdp = grid(*size)
+    loss = scale * torch.rand(mdp.actions.shape, dtype=F64, generator=torch.Generator())
+    solve = [occ.FTRLStep(mdp, occ.Shannon(), backend=x).solve for x in ("engine", "torch")]
+    one, two = (x(loss) for x in solve)
+    torch.testing.assert_close(one.q, two.q, rtol=1e-9, atol=0)
+    assert int(one.steps) <= int(two.steps) + 1
 
 
 def test_a_compiled_transform_says_what_to_do():

@@ -51,7 +51,7 @@ OPEN = 1500.0
 #: The first Newton steps of an entropy, this many, have full length however long they are.
 FULL_STEPS = 8
 
-#: The largest number of states for which the Jacobian of an entropy's equations is formed.
+#: The widest layer for which a step of an entropy forms matrices over the states of a layer.
 SQUARE = 256
 
 #: A sum of curvatures that is negative counts as zero if its absolute value is at most this factor

@@ -1,8 +1,8 @@
 """Backward and forward passes in logarithms, for the step of an entropy.
 
 The backward pass computes multipliers and policy, the forward pass the logarithms of the state
-occupancies. If a state is dead (its occupancy is below `DEAD`), the Jacobian is formed by another
-pair of passes for every state. The torch form is torch_occ.step.entropic.
+occupancies. If a state is dead (its occupancy is below `DEAD`), Newton's system is solved relative
+to u, layer by layer. The torch form is torch_occ.step.entropic.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ LOG_POLICY = GRADIENT  # of pairs: log pi
 GUESS = SLOPE  # of states: the guess of log u
 FOUND = OTHERS  # of states: log u from the forward pass
 WEIGHT = FITTED  # of states: w
+RARE = 1e-40  # conjugate gradients do not see rarer states
 
 
 @routine(inline=True)
@@ -105,8 +106,7 @@ def look_ahead(model: Model, price: Any, work: Work) -> None:
         after = start[k + 2] - behind if k + 2 < len(start) else 0
         for s in span(start[k], behind):
             first, stop, least, total = s * num_actions, (s + 1) * num_actions, np.inf, 0.0
-            weight = states[WEIGHT, s]
-            inverse = 1.0 / weight
+            weight, inverse = states[WEIGHT, s], 1.0 / states[WEIGHT, s]
             for i in span(first, stop):
                 if exists[PAIR, i]:
                     cost = pairs[GAPS, i] + ahead(model.next_state, i, states, V, behind, after)
@@ -143,14 +143,12 @@ def look_back(model: Model, work: Work) -> Any:
             if lane(rare, n):
                 gather_logs(lane(model, n), k, lane(work, n))
         for s in span(start[k], start[k + 1]):
-            u = states[U, s]
-            if anywhere(not (u > DEAD)):
+            for i in span(s * num_actions, (s + 1) * num_actions):
+                pairs[PAIR, i] *= states[U, s]
+            if anywhere(not (states[U, s] > DEAD)):
                 for i in span(s * num_actions, (s + 1) * num_actions):
                     small = exp(states[FOUND, s] + pairs[LOG_POLICY, i])
-                    pairs[PAIR, i] = where(u > DEAD, pairs[PAIR, i] * u, small)
-            else:
-                for i in span(s * num_actions, (s + 1) * num_actions):
-                    pairs[PAIR, i] *= u
+                    pairs[PAIR, i] = where(states[U, s] > DEAD, pairs[PAIR, i], small)
     return alive
 
 
@@ -159,17 +157,14 @@ def gather_logs(model: Model, k: int, work: Work) -> None:
     """Compute log u of the dead states of layer k, as a sum relative to its largest term."""
     start, num_actions, states = model.start, model.num_actions, work.states
     for s in range(start[k], start[k + 1]):
-        states[M, s], states[PULL, s] = -np.inf, 0.0
-        if k == 0:
-            states[M, s], states[PULL, s] = np.log(model.initial[s]), 1.0
+        states[M, s] = np.log(model.initial[s]) if k == 0 else -np.inf
+        states[PULL, s] = 1.0 if k == 0 else 0.0
     width = start[k + 1] - start[k]
     for summing in range(2 if k > 0 else 0):
         for i in range(start[k - 1] * num_actions, start[k] * num_actions):
-            if not model.exists[PAIR, i]:
-                continue
             own = states[FOUND, i // num_actions] + work.pairs[LOG_POLICY, i]
             shares, begin, size = likelihoods(model.next_state, i, width)
-            for j in range(size):
+            for j in range(size if model.exists[PAIR, i] else 0):
                 if shares[begin + j] > 0.0:
                     s = successor(model.next_state, i, j, start[k])
                     log = own + np.log(shares[begin + j])
@@ -183,83 +178,84 @@ def gather_logs(model: Model, k: int, work: Work) -> None:
             states[U, s] = np.exp(states[FOUND, s])
 
 
-@routine(inline=True)
-def turn_rarely(model: Model, weight: Any, price: Any, dead: Any, work: Work) -> None:
-    """`turn_dead` in the lanes that have dead states; U receives the change of u."""
-    for n in range(lanes_of(work.notes)):
-        if lane(dead, n):
-            own, states = lane(work, n), lane(work.states, n)
-            turn_dead(lane(model, n), lane(weight, n), lane(price, n), own)
-            for s in range(states.shape[1]):
-                states[U, s] = states[M, s] * np.exp(states[FOUND, s])
-
-
 @routine
 def turn_dead(model: Model, weight: float, price: float, work: Work) -> None:
-    """Write the Newton direction minus (log u - guess) into M.
+    """Write the Newton direction minus (log u - guess) into M, and the change of u into U.
 
-    The Jacobian of guess - log u by the guess is formed column by column, and the system is solved
-    by Gaussian elimination.
+    The form of `invert_jacobian` in torch_occ.step.entropic, which has the names. For m states that
+    follow n states, R has the vector n behind it, and row j of `table` has I + C R, rho' and C n.
+    When the system is solved, the last two are `forth` and `turn` n.
     """
-    states, jacobian, n = work.states, work.jacobian, work.states.shape[1]
-    for column in range(n):
-        push(model, weight, price, column, work)
+    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
+    layers, table, end = len(start) - 1, work.jacobian, states.shape[1]
+    widest = table.shape[1] // 2
+    C, R = table[end : end + widest], table[end + widest : end + 2 * widest]
+    onward, product = table[end + 2 * widest : end + 3 * widest], table[end + 3 * widest :]
+    for k in range(layers - 1, -1, -1):
+        here, there = start[k], start[k + 1]
+        n, m = there - here, start[k + 2] - there if k + 1 < layers else 0
+        onward[:, :], C[:, :], table[there : there + m, :] = 0.0, 0.0, 0.0
+        for i in range(here * num_actions, there * num_actions if m > 0 else 0):
+            s, log = i // num_actions, pairs[LOG_POLICY, i]
+            shares, first, size = likelihoods(model.next_state, i, m)
+            for x in range(size if model.exists[PAIR, i] else 0):
+                if shares[first + x] > 0.0:
+                    j = successor(model.next_state, i, x, there)
+                    onward[s - here, j - there] += np.exp(log) * shares[first + x]
+                    rho = np.exp(log + states[FOUND, s] - states[FOUND, j]) * shares[first + x]
+                    table[j, m + s - here] += rho
+                    for y in range(size):
+                        other = successor(model.next_state, i, y, there) - there
+                        C[j - there, other] += rho * shares[first + y] / weight
+        for j in range(m):
+            row = table[there + j]
+            row[j] += 1.0
+            for s in range(n):
+                for i in range(m):
+                    C[j, i] -= row[m + s] * onward[s, i] / weight
+            for r in range(m):
+                for i in range(m):
+                    row[i] += C[j, r] * R[r, i]
+                row[m + n] += C[j, r] * R[r, m]
+        solve_pivoting(table[there : there + m], m + n + 1)
+        for j in range(m):
+            for i in range(n + 1):
+                product[j, i] = 0.0
+                for r in range(m):
+                    product[j, i] += R[j, r] * table[there + r, m + i]
+            product[j, n] = R[j, m] - product[j, n]
         for s in range(n):
-            jacobian[s, column] = (1.0 if s == column else 0.0) - states[U, s]
-    for s in range(n):
-        jacobian[s, n] = states[FOUND, s] - states[GUESS, s]
-    for column in range(n):  # Gaussian elimination with partial pivoting
-        pivot = column
-        for row in range(column + 1, n):
-            if abs(jacobian[row, column]) > abs(jacobian[pivot, column]):
-                pivot = row
-        for j in range(column, n + 1):
-            jacobian[column, j], jacobian[pivot, j] = jacobian[pivot, j], jacobian[column, j]
-        for row in range(column + 1, n):
-            factor = jacobian[row, column] / jacobian[column, column]
-            if factor != 0.0:
-                for j in range(column + 1, n + 1):
-                    jacobian[row, j] -= factor * jacobian[column, j]
-    for s in range(n - 1, -1, -1):
-        for j in range(s + 1, n):
-            jacobian[s, n] -= jacobian[s, j] * jacobian[j, n]
-        jacobian[s, n] /= jacobian[s, s]
-    for s in range(n):
-        states[M, s] = jacobian[s, n] - (states[FOUND, s] - states[GUESS, s])
+            for i in range(n + 1):
+                R[s, i] = price if i == s else 0.0
+            R[s, n] += states[FOUND, here + s] - states[GUESS, here + s]
+            for j in range(m):
+                for i in range(n + 1):
+                    R[s, i] += onward[s, j] * product[j, i]
+    for k in range(layers):
+        before, m = start[max(k - 1, 0)], start[k + 1] - start[k]
+        for s in range(start[k], start[k + 1]):
+            states[PULL, s] = table[s, m + start[k] - before] if k > 0 else 0.0
+            for r in range(before, start[k]):
+                states[PULL, s] += table[s, m + r - before] * states[PULL, r]
+            states[M, s] = -price * states[PULL, s]
+            states[U, s] = states[M, s] * np.exp(states[FOUND, s])
 
 
 @routine
-def push(model: Model, weight: float, price: float, moving: int, work: Work) -> None:
-    """Write the derivative of log u by the guess of one state into U, and that of v into PULL."""
-    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
-    layers = len(start) - 1
-    for k in range(layers - 1, -1, -1):
-        behind = start[k + 1]
-        after = start[k + 2] - behind if k + 1 < layers else 0
-        for s in range(start[k], behind):
-            mean = 0.0
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                if model.exists[PAIR, i]:
-                    seen = ahead(model.next_state, i, states, PULL, behind, after)
-                    pairs[FORCE, i] = -seen / weight
-                    mean += np.exp(pairs[LOG_POLICY, i]) * seen
-            states[PULL, s] = mean + (price if s == moving else 0.0)
-            states[U, s] = 0.0
-            for i in range(s * num_actions, (s + 1) * num_actions):
-                pairs[FORCE, i] += mean / weight
-    for k in range(layers - 1):
-        width = start[k + 2] - start[k + 1]
-        for i in range(start[k] * num_actions, start[k + 1] * num_actions):
-            if not model.exists[PAIR, i]:
-                continue
-            s = i // num_actions
-            own = states[FOUND, s] + pairs[LOG_POLICY, i]
-            shares, begin, size = likelihoods(model.next_state, i, width)
-            for j in range(size):
-                if shares[begin + j] > 0.0:
-                    there = successor(model.next_state, i, j, start[k + 1])
-                    share = shares[begin + j] * np.exp(own - states[FOUND, there])
-                    states[U, there] += share * (states[U, s] + pairs[FORCE, i])
+def solve_pivoting(rows: Floats, columns: int) -> None:
+    """Solve the linear systems in m rows in place, by Gauss-Jordan elimination with pivoting."""
+    for column in range(len(rows)):
+        pivot = column
+        for row in range(column + 1, len(rows)):
+            if abs(rows[row, column]) > abs(rows[pivot, column]):
+                pivot = row
+        scale = 1.0 / rows[pivot, column]
+        for j in range(column, columns):
+            rows[pivot, j], rows[column, j] = rows[column, j], scale * rows[pivot, j]
+        for row in range(len(rows)):
+            factor = 0.0 if row == column else rows[row, column]
+            for j in range(column, columns):
+                rows[row, j] -= factor * rows[column, j]
 
 
 @routine(inline=True)
@@ -305,8 +301,9 @@ def certify_logs(model: Model, price: Any, fine: Any, work: Work) -> tuple[Any, 
 # The Newton direction is found in one of two ways:
 #
 # - While no state occupancy is below `DEAD`, by the linear system that all regularizers share
-# (torch_occ.engine.linear). Its factors are kept from one episode to the next. -
-# Otherwise by the Jacobian for relative changes of u, a dense matrix, for up to `SQUARE` states.
+# (torch_occ.engine.linear). Its factors are kept from one episode to the next. Conjugate gradients
+# do not see states below `RARE`, which they therefore count as dead.
+# - Otherwise by a system for relative changes of u, for layers of up to `SQUARE` states.
 #
 # Other kernels call `follow` for any psi. Regularizers that are not entropies are passed on to
 # `torch_occ.engine.newton.descend`. If no entropy is possible, nothing of this is compiled.
@@ -358,20 +355,14 @@ def follow_or_restart(
             pairs[PAIR, i] = where(lost, pairs[KEPT, i], pairs[PAIR, i])
         notes[ERROR] = where(lost, np.inf, notes[ERROR])
         notes[GUESSED] = where(lost, 0.0, notes[GUESSED])
-        found = select(failed & (not lost), again, found)
+        found = (
+            where(failed & (not lost), again[0], found[0]),
+            where(failed & (not lost), again[1], found[1]),
+            where(failed & (not lost), again[2], found[2]),
+            where(failed & (not lost), again[3], found[3]),
+            where(failed & (not lost), again[4], found[4]),
+        )
     return found
-
-
-@inlined
-def select(condition: Any, x: Any, y: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """x where the condition holds, y elsewhere, for the results of two solves."""
-    return (
-        where(condition, x[0], y[0]),
-        where(condition, x[1], y[1]),
-        where(condition, x[2], y[2]),
-        where(condition, x[3], y[3]),
-        where(condition, x[4], y[4]),
-    )
 
 
 @routine(inline=True)
@@ -419,11 +410,9 @@ def settle(
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Solve log u(guess) = guess by Newton's method; returns the same as `descend`."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
-    tolerance, max_steps = solver.tolerance, solver.max_steps
-    terms, weights = solver.terms, solver.weights
+    terms, weights, tolerance, max_steps, _, _ = solver
     stale, status, steps, patience = work.notes[ERROR], MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
-    best, decrement, first = np.inf, 0.0, True
-    solved, (weight, price) = running, entropy_of(terms, weights)
+    best, decrement, solved, (weight, price) = np.inf, 0.0, running, entropy_of(terms, weights)
     refresh = not (stale <= usable(work.notes[RECENT]))
     fine = not (EPS * shape_loss(model, loss, work) <= COARSE * tolerance * weight)
     if anywhere(fine):
@@ -444,6 +433,9 @@ def settle(
     while True:
         look_ahead(model, price, work)
         alive = look_back(model, work)
+        if len(model.arrivals) == 0 and len(work.jacobian) > 0:
+            for s in range(states.shape[1]):
+                alive = alive & (states[U, s] > RARE)
         if len(work.jacobian) == 0:
             status = where(running & (not alive), UNDERFLOW, status)
             running = running & alive
@@ -462,17 +454,19 @@ def settle(
                 stale = where(refresh, 0.0, stale)
             for s in range(states.shape[1]):
                 states[V, s] = 0.0  # the start of an iterative solver
+                states[M, s] = (states[GUESS, s] - states[FOUND, s]) * states[0, s]
                 force = -price * (states[FOUND, s] - states[GUESS, s])
                 for i in span(s * num_actions, (s + 1) * num_actions):
                     pairs[FORCE, i] = force
                     pairs[AHEAD, i] = 0.0
-            solve(model, None, work)
+            solve(model, None, work, states[M])
             for s in range(states.shape[1]):
                 states[M, s] = states[U, s] * states[SHARE, s] / weight
         dead = running & (not alive)
-        if anywhere(dead):
-            turn_rarely(model, weight, price, dead, work)
-            stale = where(dead, np.inf, stale)
+        for n in range(lanes_of(work.notes)):
+            if lane(dead, n):
+                turn_dead(lane(model, n), lane(weight, n), lane(price, n), lane(work, n))
+        stale = where(dead, np.inf, stale)
         squared, moved = 0.0, 0.0
         for s in range(states.shape[1]):
             off = states[FOUND, s] - states[GUESS, s]
@@ -490,10 +484,8 @@ def settle(
         patience = where(progress, STALL_AFTER, patience - 1.0)
         best = min(best, moved)
         done = (patience == 0.0) | ((moved <= ROOT_EPS) & ((not alive) | (stale * moved <= LEFT)))
-        if first:
-            recent = max(moved, 0.9 * work.notes[RECENT])
-            work.notes[RECENT] = where(running, recent, work.notes[RECENT])
-            first = False
+        recent = max(moved, 0.9 * work.notes[RECENT])
+        work.notes[RECENT] = where(running & (steps == 0.0), recent, work.notes[RECENT])
         status = where(running & done, STALLED, status)  # until certified below
         steps = where(running, steps + 1.0, steps)
         following = (stale + moved) * moved

@@ -302,7 +302,7 @@ class Work(NamedTuple):
     gain: Floats  # (S, widest), the rows of Yhat
     centred: Floats  # (2 * widest, widest * A), centred transitions of a layer
     squares: Floats  # (2 * widest, widest), matrices of a layer
-    # (S, S + 1), for torch_occ.engine.entropic; empty if there are more than SQUARE states.
+    # (S + 4 w, 2 w + 1), w the widest layer, for torch_occ.engine.entropic; empty if w > SQUARE.
     # Lanes use it one after the other.
     jacobian: Shared
     notes: Floats  # (5,), by the entries above
@@ -323,7 +323,8 @@ def make_work(model: Model, new: Callable[..., Any] = lambda *shape: np.zeros(sh
     """
     num_pairs = model.exists.shape[1]
     num_states, sparse = num_pairs // model.num_actions, isinstance(model.next_state, Rows)
-    widest = 0 if sparse else model.next_state.shape[1]
+    width = int(np.diff(model.start).max())
+    widest = 0 if sparse else width
     work = Work(
         new(PAIR_ROWS, num_pairs),
         new(STATE_ROWS + (CONJUGATE_ROWS if sparse else 0), num_states),
@@ -331,7 +332,7 @@ def make_work(model: Model, new: Callable[..., Any] = lambda *shape: np.zeros(sh
         new(num_states, widest),
         new(2 * widest, widest * model.num_actions),
         new(2 * widest, widest),
-        np.zeros((num_states, num_states + 1) if num_states <= SQUARE else (0, 0)),
+        np.zeros((num_states + 4 * width, 2 * width + 1) if width <= SQUARE else (0, 0)),
         new(5),
     )
     work.notes[ERROR], work.notes[USED] = np.inf, 1.0

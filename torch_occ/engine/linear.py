@@ -213,11 +213,11 @@ def four_dots(
 
 
 @routine(any_order=True)
-def solve_dense(model: Model, source: Any, work: Work) -> None:
+def solve_dense(model: Model, source: Any, work: Work, start: Any = None) -> None:
     """Solve H dq = x + E'v, E dq = r.
 
     x is the row FORCE, which is overwritten. r is `source`, (S,), or None for zero. The rows DQ, V
-    and AHEAD receive dq, v and E[v(next state)].
+    and AHEAD receive dq, v and E[v(next state)]. Only conjugate gradients read `start`.
 
     It sweeps forward, backward and forward again. One pass over the pairs of a state multiplies
     both p and R by the transitions: sum_a p_a P_a u + sum_a (R x)_a P_a = sum_a dq_a P_a.
@@ -359,6 +359,7 @@ DIRECTION = at.STATE_ROWS + 6  # the search direction
 Z = at.STATE_ROWS + 7  # the input of the sweeps; in `iterate` also M times the direction
 SOURCE = at.STATE_ROWS + 8  # r
 SOFTEST = at.STATE_ROWS + 9  # the number of the action of least curvature
+START = at.M  # where an inexact solve starts du
 
 EPS = float(np.finfo(np.float64).eps)
 GOAL = EPS ** (5 / 6)
@@ -378,21 +379,23 @@ def factorize_sparse(model: Model, refresh: Any, work: Work) -> None:
 
 
 @routine
-def solve_sparse(model: Model, source: Any, work: Work) -> None:
+def solve_sparse(model: Model, source: Any, work: Work, start: Any = None) -> None:
     """Solve H dq = x + E'v, E dq = r, with the same arguments as `solve_dense`.
 
     Without a source, the solve starts from the multipliers in V and is only as accurate as
-    Newton's method needs. Otherwise it is accurate to rounding; dq and v are NaN if that fails.
+    Newton's method needs: beside the difference of du from its start, (S,), or None for zero. With
+    one, it is accurate to rounding; dq and v are NaN if that fails.
     """
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     inexact = source is None
     load(states, SOURCE, source)
+    load(states, START, start)
     if inexact:
         follow_guess(model, work)
     for s in range(states.shape[1]):
         states[MEAN, s] = dot(pairs, at.P, pairs, at.FORCE, s * num_actions, (s + 1) * num_actions)
-        states[Z, s] = -states[MEAN, s]
-        states[Y, s] = 0.0
+        states[Y, s] = states[ROOT, s] * states[START, s]
+        states[Z, s] = states[ROOT, s] * states[Y, s] - states[MEAN, s]
     sweep_work(model, True, work)
     if inexact:
         for s in range(states.shape[1]):
@@ -480,13 +483,13 @@ def follow_guess(model: Model, work: Work) -> None:
 
 @routine
 def take_residual(work: Work) -> tuple[Any, Any]:
-    """Compute the residual K^(1/2) du - y; return the largest error and the largest |du| / q(s)."""
+    """Compute the residual K^(1/2) du - y; return the largest error and change of du by q(s)."""
     states, error, change = work.states, 0.0, 0.0
     for s in range(states.shape[1]):
         residual = states[ROOT, s] * states[at.U, s] - states[Y, s]
         states[RESIDUAL, s] = residual
         error = max(error, abs(residual * states[SCALE, s]))
-        change = max(change, abs(states[at.U, s] / states[0, s]))
+        change = max(change, abs((states[at.U, s] - states[START, s]) / states[0, s]))
     return error, change
 
 

@@ -86,13 +86,13 @@ class Solution(NamedTuple):
     value: Tensor  # (*batch, S), the multipliers v of the flow constraints
     # (*batch, 5), read by the properties below. One tensor, because making five costs time.
     certificate: Tensor
-    compiled: bool = False  # whether the engine solved it
+    compiled: bool = False  # whether the engine solved all of it
     multipliers: Tensor | None = None  # (*batch, m), of the budgets; None without budgets
     slack: Tensor | None = None  # (*batch, m), limits minus expected costs; None without budgets
 
     @property
     def backend(self) -> str:
-        """The backend that solved it, "torch" or "engine"."""
+        """The backend that solved it; "torch" if this solved any element, else "engine"."""
         return "engine" if self.compiled else "torch"
 
     @property
@@ -150,7 +150,8 @@ class Solution(NamedTuple):
     def merge(self, other: Solution, where: Tensor) -> Solution:
         """Return `other` at the elements given by `where` `(*batch,)`, this solution elsewhere."""
         q, value, certificate = merge(where, other[:3], self[:3])
-        return Solution(q, value, certificate, self.compiled)
+        compiled = self.compiled and (other.compiled or not bool(where.any()))
+        return Solution(q, value, certificate, compiled)
 
 
 def over(x: Tensor, event_dims: int) -> Tensor:
