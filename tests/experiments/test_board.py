@@ -29,7 +29,10 @@ def make(tmp_path):
 
     def run(*arguments):
         command = ["make", "--silent", "board", *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        # Without the arguments of the `make test` that runs this.
+        own = {name: x for name, x in os.environ.items() if name not in ("ARGS", "MAKEFLAGS")}
+        given = {"cwd": tmp_path, "env": own, "capture_output": True, "text": True}
+        return subprocess.run(command, check=False, **given)
 
     return run
 

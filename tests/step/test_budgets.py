@@ -37,7 +37,7 @@ def test_q_is_that_of_cvxpy(shape, shares):
     with torch.no_grad():
         found = step.solve(loss, t, constraints=budgets)
     q, value = solve_cvxpy(step.mdp, step.regularizer, loss, t, constraints=budgets)
-    torch.testing.assert_close(found.q, q, rtol=0, atol=1e-8)
+    torch.testing.assert_close(found.q, q, rtol=0, atol=1e-9)
     torch.testing.assert_close(found.value, value, rtol=1e-5, atol=1e-4)
     assert float(found.slack.min()) > -1e-14
     assert float(found.multipliers.min()) >= 0
