@@ -186,9 +186,8 @@ def turn_dead(model: Model, weight: float, price: float, work: Work) -> None:
     follow n states, R has the vector n behind it, and row j of `table` has I + C R, rho' and C n.
     When the system is solved, the last two are `forth` and `turn` n.
     """
-    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
-    layers, table, end = len(start) - 1, work.jacobian, states.shape[1]
-    widest = table.shape[1] // 2
+    start, num_actions, table, states = model.start, model.num_actions, work.jacobian, work.states
+    layers, end, widest = len(start) - 1, states.shape[1], table.shape[1] // 2
     C, R = table[end : end + widest], table[end + widest : end + 2 * widest]
     onward, product = table[end + 2 * widest : end + 3 * widest], table[end + 3 * widest :]
     for k in range(layers - 1, -1, -1):
@@ -196,7 +195,7 @@ def turn_dead(model: Model, weight: float, price: float, work: Work) -> None:
         n, m = there - here, start[k + 2] - there if k + 1 < layers else 0
         onward[:, :], C[:, :], table[there : there + m, :] = 0.0, 0.0, 0.0
         for i in range(here * num_actions, there * num_actions if m > 0 else 0):
-            s, log = i // num_actions, pairs[LOG_POLICY, i]
+            s, log = i // num_actions, work.pairs[LOG_POLICY, i]
             shares, first, size = likelihoods(model.next_state, i, m)
             for x in range(size if model.exists[PAIR, i] else 0):
                 if shares[first + x] > 0.0:
