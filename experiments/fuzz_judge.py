@@ -97,9 +97,11 @@ def over(x: Any, y: Any) -> Any:
 
 # A sum of two doubles (Dekker) is kept as the two parts of a complex number.
 
-#: For functions that only compiled ones call.
-_INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "pipeline_class": RoutineCompiler}
-inner = njit(error_model="numpy", **_INNER)
+
+def inner(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function that only compiled ones call."""
+    options: dict[str, Any] = {"no_cpython_wrapper": True, "pipeline_class": RoutineCompiler}
+    return njit(error_model="numpy", **options)(function)
 
 
 def _halves(x: Any) -> complex:
