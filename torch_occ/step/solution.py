@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from torch_occ._support import constants
-from torch_occ.mdp.checks import as_tensor, broadcast, check_table, check_that
+from torch_occ.mdp.checks import (
+    as_tensor,
+    broadcast,
+    check_kind,
+    check_table,
+    check_that,
+    unexpected,
+)
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import optimal_policy
 
@@ -408,10 +415,8 @@ def check_batches(shapes: Mapping[str, torch.Size]) -> None:
         try:
             batch = broadcast(batch, shape)
         except RuntimeError:
-            raise ValueError(
-                f"{name}: expected a batch shape that broadcasts against {tuple(batch)}, "
-                f"got {tuple(shape)}"
-            ) from None
+            expected = f"a batch shape that broadcasts against {tuple(batch)}"
+            raise unexpected(name, expected, tuple(shape)) from None
 
 
 def check_like(name: str, x: Tensor, mdp: LayeredMDP) -> None:
@@ -419,11 +424,7 @@ def check_like(name: str, x: Tensor, mdp: LayeredMDP) -> None:
     check_table(name, x, mdp)
     if x.layout is not torch.strided:
         raise ValueError(f"{name}: is a tensor of layout {x.layout}; convert it with .to_dense()")
-    if x.dtype != mdp.dtype or x.device != mdp.device:
-        raise ValueError(
-            f"{name}: is {x.dtype} on {x.device}, the MDP {mdp.dtype} on {mdp.device}; "
-            "convert one of them"
-        )
+    check_kind(name, x, mdp, "the MDP")
 
 
 def check_values(mdp: LayeredMDP, loss: Tensor, start: Tensor, t: Tensor, *, zeros: bool) -> None:
