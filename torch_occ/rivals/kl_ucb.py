@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple
 
-from torch_occ._support.constants import KL_STEPS, KL_TOLERANCE
 from torch_occ.engine.lanes import Shared, anywhere, exp, lane, lanes_of, log, sqrt, where
 from torch_occ.engine.layout import TRIAL, Floats, Work, routine
 from torch_occ.engine.learners import average, observe_averages, plan
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.game.learners import EmpiricalLearner
 
-
-ORDER = 6
+#: The order of the power series, the most steps of Newton's method, and what both leave to its last
+#: term or step.
+ORDER, STEPS, TOLERANCE = 6, 30, 1e-12
 
 
 class CompiledKLUCB(NamedTuple):
@@ -55,10 +55,10 @@ def _propose_by_indices(game: Game, t: int, tally: Tally, learner: Any, work: Wo
     now, series = learner.logs[t + 1], learner.series
     for i in range(len(learner.visits)):
         grown, index = now - learner.begin[i], series[ORDER, i]
-        last = max(abs(index), abs(series[ORDER - 1, i])) * grown * grown * grown * grown * grown
+        last = max(abs(index), abs(series[ORDER - 1, i]))  # if one of them is 0 by chance
         for k in range(ORDER - 1, -1, -1):
-            index = index * grown + series[k, i]
-        known = (learner.visits[i] == learner.count[i]) & (last <= KL_TOLERANCE)
+            index, last = index * grown + series[k, i], last * grown
+        known = (learner.visits[i] == learner.count[i]) & (last <= TOLERANCE)
         if anywhere(not known):
             for n in range(lanes_of(learner.visits)):
                 if not lane(known, n):
@@ -103,11 +103,10 @@ def kl_lower(mean: float, width: float, guess: float) -> float:
     others, log_mean = 1.0 - mean, log(mean)
     zeros = others * log(others)
     x = log(guess) if 0.0 < guess < mean else log_mean - sqrt(2.0 * width * others / mean)
-    for _ in range(KL_STEPS):
+    for _ in range(STEPS):
         other = exp(x)
-        information = mean * (log_mean - x) + zeros - others * log(1.0 - other)
-        step = (information - width) * (1.0 - other) / (mean - other)
-        x = max(x + step, -700.0)  # exp(-700) is zero for all purposes
-        if abs(step) <= KL_TOLERANCE:
+        excess = mean * (log_mean - x) + zeros - others * log(1.0 - other) - width
+        x = max(x + excess * (1.0 - other) / (mean - other), -700.0)  # exp(-700) is as good as zero
+        if abs(excess) <= TOLERANCE:
             break
     return min(exp(x), mean)

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from torch_occ.engine.draws import episode_key, key_of, uniform
-from torch_occ.engine.lanes import Shared, anywhere, lane, sqrt, where
+from torch_occ.engine.lanes import Shared, anywhere, lane, power, sqrt, where
 from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Work, routine
 from torch_occ.engine.learners import average, cheapest_pair, count_visit
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
@@ -346,6 +346,8 @@ class CompiledLayers(NamedTuple):
     mean: Floats  # (R + 1, S * A)
     root: Floats  # (R + 1, S * A)
     layer: Annotated[Floats, 1]  # the layer that plays
+    own: Averages  # its data
+    left: Floats  # (R, S * A), 1 where slower layers leave an action to a layer
     allowed: PerPair
     bounds: Annotated[Floats, 2, "pairs"]
     values: Annotated[Floats, 3, "states"]
@@ -398,24 +400,28 @@ class MultiLayerUCBVI(OptimisticLearner):
         self.state["possible"] = possible.clone()
 
     def settings(self) -> dict[str, Any]:
-        shape = self.layers + 1, self.mdp.actions.numel()
-        return super().settings() | {"mean": np.zeros(shape), "root": np.zeros(shape)}
+        found, pairs = super().settings(), self.mdp.actions.numel()
+        rows, entries = (self.layers + 1, pairs), found["entry"][-1]
+        own = Averages(*(np.zeros(size) for size in (pairs, pairs, entries, pairs, pairs)))
+        left = self.mdp.actions.expand(self.layers, -1, -1).flatten(1).double().numpy()
+        return found | {"mean": np.zeros(rows), "root": np.zeros(rows), "own": own, "left": left}
 
 
 @propose.register(CompiledLayers)
 def _propose_in_layers(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    all_layers = len(learner.possible)
+    if t == 0:
+        for r in range(all_layers + 1):
+            average(data_of(learner, r), 0.0)
     for n in range(len(learner.seeds)):
-        own, all_layers = lane(learner, n), len(learner.possible)
         if t == 0:
-            for r in range(all_layers + 1):
-                average(data_of(own, r), 0.0)
-        r = draw_layer(learner.seeds[n], game.before + t + 1, all_layers)
-        own.layer[0] = float(r)
-        allow(game.model, r, own)
-        changed, log = (own.corruption, 2.0 ** (r + 1)), own.logarithm
-        data, together = data_of(own, r), data_of(own, all_layers)
-        plan_with_bounds(game.model, data, together, True, changed, log, own)
-        find_possible(game.model.num_actions, r, own)
+            supervise(game.model.num_actions, all_layers - 1, lane(learner, n))
+        take_turn(learner.seeds[n], game.before + t + 1, lane(learner, n))
+    own, together = learner.own, data_of(learner, all_layers)
+    changed = learner.corruption, power(2.0, learner.layer[0] + 1.0)
+    plan_with_bounds(game.model, own, together, True, changed, learner.logarithm, learner)
+    for n in range(len(learner.seeds)):
+        find_possible(game.model.num_actions, lane(learner, n))
 
 
 @observe.register(CompiledLayers)
@@ -427,41 +433,46 @@ def _observe_in_layers(game: Game, t: int, tally: Tally, learner: Any, work: Wor
 
 
 @routine(inline=True)
-def data_of(own: CompiledLayers, r: int) -> Averages:
-    """The data of one layer of one seed, or of all layers."""
-    return Averages(own.visits[r], own.losses[r], own.counts[r], own.mean[r], own.root[r])
+def data_of(learner: Any, r: int) -> Averages:
+    """The data of one layer, or of all layers."""
+    rows = learner.visits[r], learner.losses[r], learner.counts[r]
+    return Averages(*rows, learner.mean[r], learner.root[r])
 
 
 @routine(inline=True)
-def draw_layer(seed: int, t: int, layers: int) -> int:
-    """The layer of episode t for one seed, numbered from 0."""
-    number, layer, share = uniform(key_of(episode_key(seed, t), 0), 0), 0, 0.5
-    while layer < layers and number < share:
-        layer += 1
+def take_turn(seed: int, t: int, learner: CompiledLayers) -> None:
+    """Draw the layer of episode t for one seed, and copy its data, since lanes differ in it."""
+    number, r, share, own = uniform(key_of(episode_key(seed, t), 0), 0), 0, 0.5, learner.own
+    while r < len(learner.possible) and number < share:
+        r += 1
         share *= 0.5
-    return layer if layer < layers else 0
+    r = r if r < len(learner.possible) else 0
+    learner.layer[0], entry, counts = float(r), learner.entry, learner.counts[r]
+    for i in range(len(own.visits)):
+        own.visits[i], learner.allowed[i] = learner.visits[r, i], learner.left[r, i]
+        own.mean[i], own.root[i] = learner.mean[r, i], learner.root[r, i]
+        if own.visits[i] > 0.0:
+            for e in range(entry[i], entry[i + 1]):
+                own.counts[e] = counts[e]
 
 
 @routine(inline=True)
-def allow(model: Model, layer: int, own: CompiledLayers) -> None:
-    """The actions that all slower layers found possible; if they leave none, the slowest count."""
-    allowed, possible, num_actions = own.allowed, own.possible, model.num_actions
-    for i in range(len(allowed)):
-        allowed[i] = 1.0 if model.exists[PAIR, i] else 0.0
-    for first in range(0, len(allowed), num_actions):
-        for r in range(len(possible) - 1, layer, -1):
-            left = 0.0
+def supervise(num_actions: int, slowest: int, own: CompiledLayers) -> None:
+    """Leave to faster layers what all slower ones found possible; if nothing, the slowest count."""
+    left, possible = own.left, own.possible
+    for first in range(0, len(own.allowed), num_actions):
+        for r in range(slowest, 0, -1):
+            any_ = 0.0
             for i in range(first, first + num_actions):
-                left = max(left, allowed[i] * possible[r, i])
+                any_ = max(any_, left[r, i] * possible[r, i])
             for i in range(first, first + num_actions):
-                if left > 0.0:
-                    allowed[i] *= possible[r, i]
+                left[r - 1, i] = left[r, i] * (possible[r, i] if any_ > 0.0 else 1.0)
 
 
 @routine(inline=True)
-def find_possible(num_actions: int, r: int, own: CompiledLayers) -> None:
+def find_possible(num_actions: int, own: CompiledLayers) -> None:
     """The allowed actions of one seed whose lower bound is at most the smallest upper bound."""
-    allowed, bounds = own.allowed, own.bounds
+    allowed, bounds, r = own.allowed, own.bounds, int(own.layer[0])
     for first in range(0, len(allowed), num_actions):
         best = np.inf
         for i in range(first, first + num_actions):
@@ -470,3 +481,4 @@ def find_possible(num_actions: int, r: int, own: CompiledLayers) -> None:
         for i in range(first, first + num_actions):
             good = allowed[i] > 0.0 and bounds[LOWER, i] <= best
             own.possible[r, i] = 1.0 if good else 0.0
+    supervise(num_actions, r, own)
