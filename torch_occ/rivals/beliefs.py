@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from torch_occ.engine.lanes import anywhere, lane, sqrt, where
-from torch_occ.engine.layout import PAIR, Floats, Ints, Model, routine
-from torch_occ.engine.play import Game
+from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Work, routine
+from torch_occ.engine.learners import count_visit
+from torch_occ.engine.play import Game, Tally
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners import Learner
 from torch_occ.mdp.checks import check_that
@@ -333,6 +334,20 @@ def count_transitions(game: Game, n: int, counts: Any, entry: Ints) -> None:
         if k + 1 < layers:
             after = game.states[n, k + 1] - game.model.start[k + 1]
         counts[entry[i] + after] += 1.0
+
+
+@routine(inline=True)
+def count_steps(game: Game, n: int, data: Any, entry: Ints) -> None:
+    """Count the pairs, losses and transitions that seed n has seen."""
+    for k in range(game.pairs.shape[1]):
+        count_visit(data, game.pairs[n, k], game.losses[n, k])
+    count_transitions(game, n, data.counts, entry)
+
+
+def observe_transitions(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    """Count what every seed has seen."""
+    for n in range(len(game.pairs)):
+        count_steps(game, n, lane(learner, n), learner.entry)
 
 
 @routine(inline=True)

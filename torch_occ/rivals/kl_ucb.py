@@ -26,7 +26,7 @@ class CompiledKLUCB(NamedTuple):
     # The power series of every index in log t, and log t and the visits where it was expanded.
     series: Annotated[Floats, ORDER + 1, "pairs"]
     begin: PerPair
-    count: PerPair
+    number: PerPair
     choice: PerState
 
 
@@ -58,7 +58,7 @@ def _propose_by_indices(game: Game, t: int, tally: Tally, learner: Any, work: Wo
         last = max(abs(index), abs(series[ORDER - 1, i]))  # if one of them is 0 by chance
         for k in range(ORDER - 1, -1, -1):
             index, last = index * grown + series[k, i], last * grown
-        known = (learner.visits[i] == learner.count[i]) & (last <= TOLERANCE)
+        known = (learner.visits[i] == learner.number[i]) & (last <= TOLERANCE)
         if anywhere(not known):
             for n in range(lanes_of(learner.visits)):
                 if not lane(known, n):
@@ -78,7 +78,7 @@ def expand(now: float, i: int, guess: float, own: CompiledKLUCB) -> None:
     coefficient after the other.
     """
     series, mean, visits = own.series, own.mean[i], own.visits[i]
-    own.begin[i], own.count[i] = now, visits
+    own.begin[i], own.number[i] = now, visits
     if mean > 0.0:  # else the index is 0
         x = series[0, i] = kl_lower(mean, now / visits, guess)
         square = x * x
@@ -86,8 +86,8 @@ def expand(now: float, i: int, guess: float, own: CompiledKLUCB) -> None:
             inner = 0.0
             for j in range(1, k + 1):
                 inner += series[j, i] * series[k + 1 - j, i]
-            change = (square - series[k, i]) / (visits * (k + 1))
-            series[k + 1, i] = (change + 0.5 * inner) / (mean - x)
+            change = 0.5 * inner + (square - series[k, i]) / (visits * (k + 1))
+            series[k + 1, i] = change / (mean - x)
             square = inner + 2.0 * x * series[k + 1, i]
 
 
@@ -102,7 +102,8 @@ def kl_lower(mean: float, width: float, guess: float) -> float:
         return exp(-width)
     others, log_mean = 1.0 - mean, log(mean)
     zeros = others * log(others)
-    x = log(guess) if 0.0 < guess < mean else log_mean - sqrt(2.0 * width * others / mean)
+    near = 0.0 < guess < (1.0 - 1e-9) * mean
+    x = log(guess) if near else log_mean - sqrt(2.0 * width * others / mean)
     for _ in range(STEPS):
         other = exp(x)
         excess = mean * (log_mean - x) + zeros - others * log(1.0 - other) - width

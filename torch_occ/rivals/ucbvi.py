@@ -41,12 +41,12 @@ from torch import Tensor
 from torch_occ.engine.draws import episode_key, key_of, uniform
 from torch_occ.engine.lanes import Shared, anywhere, lane, power, sqrt, where
 from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Work, routine
-from torch_occ.engine.learners import average, cheapest_pair, count_visit
+from torch_occ.engine.learners import average, cheapest_pair
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.game.simulate import whole
 from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.rivals.beliefs import PlanningLearner, count_transitions
+from torch_occ.rivals.beliefs import PlanningLearner, count_steps, observe_transitions
 
 UCBVI_HOEFFDING, UCBVI_BERNSTEIN, SHARP_HOEFFDING, EULER_BONUS, STRONG_BONUS = 0, 1, 2, 3, 4
 
@@ -80,24 +80,11 @@ class CompiledOptimist(NamedTuple):
 def _propose_optimistically(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     if t == 0:
         average(learner, 0.0)
-        for i in range(len(learner.allowed)):
-            learner.allowed[i] = 1.0
     changed, log = (learner.corruption, 0.0), learner.logs[t + 1]
     plan_with_bounds(game.model, learner, learner, False, changed, log, learner)
 
 
-@observe.register(CompiledOptimist)
-def _observe_transitions(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
-    for n in range(len(game.pairs)):
-        count_steps(game, n, lane(learner, n), learner.entry)
-
-
-@routine(inline=True)
-def count_steps(game: Game, n: int, data: Any, entry: Ints) -> None:
-    """Count the pairs, losses and transitions that seed n has seen."""
-    for k in range(game.pairs.shape[1]):
-        count_visit(data, game.pairs[n, k], game.losses[n, k])
-    count_transitions(game, n, data.counts, entry)
+observe.register(CompiledOptimist)(observe_transitions)
 
 
 @routine(inline=True)
@@ -151,10 +138,9 @@ def estimate(
             p = data.counts[entry + j] * share
             lower += p * values[LOWER, first + j]
             upper += p * values[UPPER, first + j]
-        if bonus == UCBVI_HOEFFDING:
-            b = 7.0 * layers * log * root + min(1.0, 0.5 * corruption * share)
-        elif bonus == SHARP_HOEFFDING:
-            b = left * np.sqrt(0.5 * log) * root + min(1.0, 0.5 * corruption * share)
+        if bonus in (UCBVI_HOEFFDING, SHARP_HOEFFDING):
+            scale = left * np.sqrt(0.5 * log) if bonus == SHARP_HOEFFDING else 7.0 * layers * log
+            b = scale * root + min(1.0, 0.5 * corruption * share)
         else:
             for j in range(size):
                 p = data.counts[entry + j] * share
@@ -220,7 +206,7 @@ class OptimisticLearner(PlanningLearner):
         return (2.0 * self.mdp.num_pairs / self.delta * t**2).log()
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | {"logs": self.log}
+        return super().settings() | {"logs": self.log, "allowed": np.ones(self.mdp.actions.numel())}
 
 
 class UCBVI(OptimisticLearner):
@@ -394,15 +380,14 @@ class MultiLayerUCBVI(OptimisticLearner):
     def start(self, num_seeds: int) -> None:
         super().start(num_seeds)
         for name in ("visits", "losses", "counts"):
-            rows = self.state[name].unsqueeze(1).repeat_interleave(self.layers + 1, 1)
-            self.state[name] = rows
+            self.state[name] = self.state[name].unsqueeze(1).repeat_interleave(self.layers + 1, 1)
         possible = self.mdp.actions.to(self.mdp.dtype).expand(num_seeds, self.layers, -1, -1)
         self.state["possible"] = possible.clone()
 
     def settings(self) -> dict[str, Any]:
         found, pairs = super().settings(), self.mdp.actions.numel()
         rows, entries = (self.layers + 1, pairs), found["entry"][-1]
-        own = Averages(*(np.zeros(size) for size in (pairs, pairs, entries, pairs, pairs)))
+        own = Averages(*map(np.zeros, (pairs, pairs, entries, pairs, pairs)))
         left = self.mdp.actions.expand(self.layers, -1, -1).flatten(1).double().numpy()
         return found | {"mean": np.zeros(rows), "root": np.zeros(rows), "own": own, "left": left}
 
@@ -433,20 +418,18 @@ def _observe_in_layers(game: Game, t: int, tally: Tally, learner: Any, work: Wor
 
 
 @routine(inline=True)
-def data_of(learner: Any, r: int) -> Averages:
+def data_of(own: Any, r: int) -> Averages:
     """The data of one layer, or of all layers."""
-    rows = learner.visits[r], learner.losses[r], learner.counts[r]
-    return Averages(*rows, learner.mean[r], learner.root[r])
+    return Averages(own.visits[r], own.losses[r], own.counts[r], own.mean[r], own.root[r])
 
 
 @routine(inline=True)
 def take_turn(seed: int, t: int, learner: CompiledLayers) -> None:
     """Draw the layer of episode t for one seed, and copy its data, since lanes differ in it."""
-    number, r, share, own = uniform(key_of(episode_key(seed, t), 0), 0), 0, 0.5, learner.own
-    while r < len(learner.possible) and number < share:
+    number, r, own = uniform(key_of(episode_key(seed, t), 0), 0), 0, learner.own
+    while r < len(learner.possible) and number < 0.5 ** (r + 1):
         r += 1
-        share *= 0.5
-    r = r if r < len(learner.possible) else 0
+    r %= len(learner.possible)
     learner.layer[0], entry, counts = float(r), learner.entry, learner.counts[r]
     for i in range(len(own.visits)):
         own.visits[i], learner.allowed[i] = learner.visits[r, i], learner.left[r, i]
@@ -462,11 +445,11 @@ def supervise(num_actions: int, slowest: int, own: CompiledLayers) -> None:
     left, possible = own.left, own.possible
     for first in range(0, len(own.allowed), num_actions):
         for r in range(slowest, 0, -1):
-            any_ = 0.0
+            most = 0.0
             for i in range(first, first + num_actions):
-                any_ = max(any_, left[r, i] * possible[r, i])
+                most = max(most, left[r, i] * possible[r, i])
             for i in range(first, first + num_actions):
-                left[r - 1, i] = left[r, i] * (possible[r, i] if any_ > 0.0 else 1.0)
+                left[r - 1, i] = left[r, i] * (possible[r, i] if most > 0.0 else 1.0)
 
 
 @routine(inline=True)
@@ -476,9 +459,7 @@ def find_possible(num_actions: int, own: CompiledLayers) -> None:
     for first in range(0, len(allowed), num_actions):
         best = np.inf
         for i in range(first, first + num_actions):
-            if allowed[i] > 0.0:
-                best = min(best, bounds[UPPER, i])
+            best = min(best, bounds[UPPER, i] if allowed[i] > 0.0 else np.inf)
         for i in range(first, first + num_actions):
-            good = allowed[i] > 0.0 and bounds[LOWER, i] <= best
-            own.possible[r, i] = 1.0 if good else 0.0
+            own.possible[r, i] = 1.0 if allowed[i] > 0.0 and bounds[LOWER, i] <= best else 0.0
     supervise(num_actions, r, own)
