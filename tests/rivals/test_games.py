@@ -61,9 +61,8 @@ def play(mdp, learner, losses, episodes, seeds=(0, 7, 3), **options):
 def check(mdp, name, losses, episodes):
     """The rival and its oracle play the same game."""
     rival, precision = LEARNERS[name](mdp), {"rtol": 0, "atol": 1e-10}
-    (found, mine), (expected, theirs) = (
-        play(mdp, x, losses, episodes) for x in (rival, PLANNERS[name][1](rival.copy()))
-    )
+    both = rival, PLANNERS[name][1](rival.copy())
+    (found, mine), (expected, theirs) = (play(mdp, x, losses, episodes) for x in both)
     assert (found.backend, expected.backend) == ("engine", "torch")
     for field in ("regret", "realised_regret", "corruption", "cumulative_occupancy", "last_q"):
         torch.testing.assert_close(getattr(found, field), getattr(expected, field), **precision)

@@ -354,15 +354,14 @@ def observe_transitions(game: Game, t: int, tally: Tally, learner: Any, work: Wo
 def count_episode(game: Game, t: int, learner: Any) -> bool:
     """Count pairs and transitions, and begin epochs; return whether any seed began one."""
     for n in range(len(game.pairs)):
-        visits, before = lane(learner.visits, n), lane(learner.epoch_visits, n)
-        begun = lane(learner.begun, n)
-        begun[0] = 0.0
+        own = lane(learner, n)
+        own.begun[0] = 0.0
         for k in range(game.pairs.shape[1]):
             i = game.pairs[n, k]
-            visits[i] += 1.0
-            if visits[i] >= max(1.0, 2.0 * before[i]):
-                begun[0] = 1.0
-        count_transitions(game, n, lane(learner.counts, n), learner.entry)
+            own.visits[i] += 1.0
+            if own.visits[i] >= max(1.0, 2.0 * own.epoch_visits[i]):
+                own.begun[0] = 1.0
+        count_transitions(game, n, own.counts, own.entry)
     new = anywhere(learner.begun[0] > 0.0)
     if new:
         begin_epochs(game.model, game.before + t + 2, learner)

@@ -10,8 +10,7 @@ from torch_occ.engine.learners import average, observe_averages, plan
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.game.learners import EmpiricalLearner
 
-#: The order of the power series, the most steps of Newton's method, and what both leave to its last
-#: term or step.
+#: The order of power series, the most steps of Newton's method, and the last term or residual.
 ORDER, STEPS, TOLERANCE = 6, 30, 1e-12
 
 
@@ -23,10 +22,9 @@ class CompiledKLUCB(NamedTuple):
     logs: Shared  # (n + 1,), log t
     mean: PerPair
     root: PerPair
-    # The power series of every index in log t, and log t and the visits where it was expanded.
-    series: Annotated[Floats, ORDER + 1, "pairs"]
-    begin: PerPair
-    number: PerPair
+    series: Annotated[Floats, ORDER + 1, "pairs"]  # of the indices, in log t minus
+    begin: PerPair  # log t where it was expanded,
+    number: PerPair  # for so many visits
     choice: PerState
 
 

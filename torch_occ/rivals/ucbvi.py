@@ -118,8 +118,7 @@ def plan_with_bounds(
             values[LOWER, s], chosen = cheapest_pair(model.exists[PAIR], bounds, LOWER, first, stop)
             learner.choice[s] = chosen
             for i in range(first, stop):
-                if model.exists[PAIR, i]:
-                    values[UPPER, s] = where(chosen == float(i), bounds[UPPER, i], values[UPPER, s])
+                values[UPPER, s] = where(chosen == float(i), bounds[UPPER, i], values[UPPER, s])
 
 
 @routine(inline=True)
@@ -261,8 +260,7 @@ class UCBVI(OptimisticLearner):
                 "losses, for which no bound is known here; use bonus='sharp' or 'hoeffding'"
             )
         self.bonus, self.corruption = kinds[bonus], corruption
-        self.max_episodes = None if bonus == "sharp" else episodes
-        self.monotone = bonus != "sharp"
+        self.max_episodes, self.monotone = (None, False) if bonus == "sharp" else (episodes, True)
 
     def log(self, t: Tensor) -> Tensor:
         if self.max_episodes is None:

@@ -149,10 +149,9 @@ class UnknownFTRL(CountingLearner):
     def start(self, num_seeds: int) -> None:
         super().start(num_seeds)
         self.step.check_parameters()
-        zero, state = self._zeros(num_seeds), self.state
-        state["cumulative_loss"] = zero
+        zero = self.state["cumulative_loss"] = self._zeros(num_seeds)
         uniform = uniform_policy(self.mdp).expand_as(zero)
-        state["q"] = occupancy(self.believed(), uniform, in_order=True)
+        self.state["q"] = occupancy(self.believed(), uniform, in_order=True)
 
     def believed(self) -> LayeredMDP:
         """The MDP over whose occupancy measures the step is taken, a batch of N."""

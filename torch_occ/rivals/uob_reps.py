@@ -84,8 +84,7 @@ STATE_ROWS = 9
 P = 0  # the transitions
 FREE = 1  # the same where no bound is active, else zero
 
-_EPS = np.finfo(np.float64).eps
-_SMALLEST = np.finfo(np.float64).tiny
+_EPS, _SMALLEST = np.finfo(np.float64).eps, np.finfo(np.float64).tiny
 _SMALLEST_STEP = _SMALLEST / _EPS
 
 #: The smallest share of the growth that the slope promises with which a step is accepted, and how
@@ -233,9 +232,8 @@ def pass_forward(model: Model, entry: Ints, scratch: Scratch) -> Any:
     start, num_actions = model.start, model.num_actions
     pairs, states, depth, dual = scratch.pairs, scratch.states, len(model.start) - 1, 0.0
     for s in range(start[depth]):
-        states[OCCUPANCY, s] = 0.0
+        states[OCCUPANCY, s] = model.initial[s] if s < start[1] else 0.0
     for s in range(start[1]):
-        states[OCCUPANCY, s] = model.initial[s]
         dual += model.initial[s] * states[VALUE, s]
     for k in range(depth - 1):
         for i in range(start[k] * num_actions, start[k + 1] * num_actions):
