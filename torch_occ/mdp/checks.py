@@ -39,7 +39,7 @@ def broadcast(*shapes: torch.Size) -> torch.Size:
     return torch.broadcast_shapes(*distinct)
 
 
-def check_kind(name: str, x: Any, like: Any, owner: str) -> None:
+def check_dtype(name: str, x: Any, like: Any, owner: str) -> None:
     """Raise a ValueError unless x has the dtype and the device of `like`, which is `owner`."""
     if x.dtype != like.dtype or x.device != like.device:
         raise ValueError(
@@ -69,11 +69,9 @@ def check_shapes(
 ) -> tuple[tuple[Tensor, ...], int]:
     """Check that layers fit together, with one dtype and device; return the tensors and A."""
     if isinstance(transitions, Tensor | np.ndarray):
-        raise ValueError(
-            "transitions: expected one tensor per layer, got one tensor of shape "
-            f"{tuple(transitions.shape)}; for the table (S, A, S) of an ordinary MDP use "
-            "LayeredMDP.from_tables(transition, horizon)"
-        )
+        advice = "for the table (S, A, S) of an ordinary MDP use LayeredMDP.from_tables"
+        found = f"one tensor of shape {tuple(transitions.shape)}; {advice}(transition, horizon)"
+        raise unexpected("transitions", "one tensor per layer", found)
     tensors = tuple(map(as_tensor, transitions))
     check_that(bool(tensors), "transitions", "one tensor per layer", "none")
     first = tensors[0]
@@ -82,7 +80,7 @@ def check_shapes(
         if not isinstance(p, Tensor) or not p.is_floating_point():
             kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
             raise unexpected(name, "a floating-point tensor", kind)
-        check_kind(name, p, first, "transitions[0] is")
+        check_dtype(name, p, first, "transitions[0] is")
         if p.layout != torch.strided:
             fine = p.dim() == 2 and not p.dense_dim() and 0 not in p.shape
             shape = f"a sparse tensor of shape (S_{k} * A, S_{k + 1})"

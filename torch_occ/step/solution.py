@@ -15,7 +15,7 @@ from torch_occ._support import constants
 from torch_occ.mdp.checks import (
     as_tensor,
     broadcast,
-    check_kind,
+    check_dtype,
     check_table,
     check_that,
     unexpected,
@@ -401,10 +401,8 @@ def check_probabilities(mdp: LayeredMDP) -> None:
 def check_layout(mdp: LayeredMDP, own: LayeredMDP) -> LayeredMDP:
     """Check that an MDP has the layout of the step's own one, and return it."""
     if mdp.layer_sizes != own.layer_sizes or not torch.equal(mdp.actions, own.actions):
-        raise ValueError(
-            f"mdp: expected the layout of {own}, got {mdp}; "
-            "make it with mdp.with_transitions, or make another FTRLStep"
-        )
+        advice = "make it with mdp.with_transitions, or make another FTRLStep"
+        raise unexpected("mdp", f"the layout of {own}", f"{mdp}; {advice}")
     return mdp
 
 
@@ -424,7 +422,7 @@ def check_like(name: str, x: Tensor, mdp: LayeredMDP) -> None:
     check_table(name, x, mdp)
     if x.layout is not torch.strided:
         raise ValueError(f"{name}: is a tensor of layout {x.layout}; convert it with .to_dense()")
-    check_kind(name, x, mdp, "the MDP")
+    check_dtype(name, x, mdp, "the MDP")
 
 
 def check_values(mdp: LayeredMDP, loss: Tensor, start: Tensor, t: Tensor, *, zeros: bool) -> None:
