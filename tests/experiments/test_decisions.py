@@ -33,11 +33,11 @@ def test_data_and_regrets_are_those_of_pyepo(problem, capfd):
     from pyepo.data.shortestpath import genData
     from pyepo.metric import regret
 
-    test = problem.data[2]
-    x, c = genData(40 + 10 + 1000, 5, (4, 4), 4, 0.5, 3)
-    np.testing.assert_allclose(test.c[0], c[50:] / c[:40].mean(), rtol=1e-5)
+    test = problem.data[1]
+    x, c = genData(40 + 1000, 5, (4, 4), 4, 0.5, 3)
+    np.testing.assert_allclose(test.c[0], c[40:] / c[:40].mean(), rtol=1e-5)
     model = Problem(*list(vars(problem).values())[:5], solver="gurobi").model
-    data = optDataset(model, x[50:], test.c[0].numpy())
+    data = optDataset(model, x[40:], test.c[0].numpy())
     torch.testing.assert_close(data.sols, test.w[0])
     network = torch.nn.Linear(5, test.c.shape[-1])
     expected = regret(network, model, torch.utils.data.DataLoader(data, batch_size=100))
@@ -90,7 +90,7 @@ def test_seeds_are_trained_together_as_alone():
         assert [x[i] for x in both.test] == pytest.approx([x[0] for x in alone.test], rel=1e-4)
 
 
-def test_only_what_beats_least_squares_on_validation_data_is_taken():
+def test_only_what_beats_least_squares_in_cross_validation_is_taken():
     problem = Problem("4 x 4", 1, 0.5, 40, (0, 1))
     own = fallback(problem)
     cell = decisions.Cell("", "5 x 5", 1, 0.5, 40, (0, 1))
