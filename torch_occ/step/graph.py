@@ -115,6 +115,7 @@ class Facts(NamedTuple):
 @constant_in_graphs
 def facts_of(name: str) -> Facts:
     """Return the facts of a step; a graph that read them one by one would check all of them."""
+    refuse_compiled_derivatives()
     step = step_of(name)
     mdp, plain = step.mdp, not step.evaluator.names
     movable = any(p.requires_grad for p in mdp.probabilities)
@@ -137,7 +138,6 @@ def solve_in_graph(
     With `mdp` or without `check` it cannot be part of a graph. torch.compile then divides the
     graph there; torch.export, which cannot, raises a NotImplementedError.
     """
-    refuse_compiled_derivatives()
     facts, reason = facts_of(step.name_in_graphs), None
     if mdp is not None or not check:
         name = "check=False" if mdp is None else "mdp"
