@@ -214,12 +214,11 @@ def fenchel_young_loss(
             # Derivatives of the infinite elements would be NaN, even behind a `where`.
             inside = torch.where(finite[..., None, None], aim, step.interior)
             constant = torch.where(finite, step.regularizer(inside, now, model), 0.0)
-        paid = (aim * loss).sum((-2, -1)) + constant
-        given = (loss, now, *evaluator.parameters(now), *moving)
+        given = (loss, aim, now, *evaluator.parameters(now), *moving)
         count = len(given) - len(moving)
 
         def least(solution: Solution | None, *given: Tensor) -> Tensor:
-            (loss, t, *parameters), moved = given[:count], given[count:]
+            (loss, aim, t, *parameters), moved = given[:count], given[count:]
             own = model.with_probabilities(*moved) if moved else model
             held = solution is not None and not moved
             if solution is None:
@@ -227,17 +226,20 @@ def fenchel_young_loss(
                 solution = step.solve_at(parameters, loss, t, *others)
             q = solution.q
             evaluate = evaluator.bind(parameters, t.expand(q.shape[:-2]))
-            value = (q * loss).sum((-2, -1)) + total(own, evaluate(step.regularizer.read(own, q)))
+            psi = total(own, evaluate(step.regularizer.read(own, q)))
+            value = ((q - aim) * loss).sum((-2, -1)) + psi
             return value if held else value - (solution.value * flow_residual(own, q)).sum(-1)
 
         if values_are_hidden() or in_forward_mode():
-            return paid - least(None, *given)
+            return constant - least(None, *given)
         with torch.no_grad():
             solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
-            closed, b = step.closed and step.constraints is None, flow_source(model)
-            value = (b * solution.value).sum(-1) if closed else least(solution, *given)
+            if step.closed and step.constraints is None:  # ⟨q, loss⟩ + psi(q) = ⟨b, v⟩
+                value = (flow_source(model) * solution.value).sum(-1) - (aim * loss).sum((-2, -1))
+            else:
+                value = least(solution, *given)
         again, once = (partial(least, x) for x in (None, solution))
-        return paid - Envelope(value, solution.q, again, once).of(*given)
+        return constant - Envelope(value, solution.q - aim, again, once).of(*given)
 
     return _compare(step, in_torch, loss, t, warm_start, mdp, target, empirical=empirical)
 
