@@ -75,7 +75,6 @@ def constant_in_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return function
 
 
-@constant_in_graphs
 def refuse_compiled_derivatives() -> None:
     """Refuse torch.func.grad, vjp and jvp inside torch.compile, whose message shows its inside."""
     kinds = torch._C._functorch.TransformType

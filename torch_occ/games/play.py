@@ -158,7 +158,7 @@ class MatchPlayer:
             sides = []
             for i, player in enumerate(self.sides):
                 path = np.zeros((2, 1, match.paths[i].shape[1]), np.int64)
-                no = np.zeros((1, 1)), None, np.zeros((1, 1, 1, 3)), np.zeros((1, 0, 0))
+                no = np.zeros((1, 1)), np.zeros((1, 1, 1, 3)), np.zeros((1, 0, 0))
                 seen = *path, path[0] * 1.0, np.zeros((1, 0))
                 game = loop.Game(player.model, *no, 0, 0, run.t, 0, False, *seen)
                 tally = loop.Tally(**{name: x[seed] for name, x in (shared | own[i]).items()})

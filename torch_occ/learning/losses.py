@@ -18,7 +18,7 @@ from torch_occ._support.private import (
 )
 from torch_occ.mdp.checks import broadcast, check_that
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.mdp.occupancy import flow_of, flow_residual
+from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source, join
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.terms import keep
 from torch_occ.step.entropic import entropy_of
@@ -57,35 +57,34 @@ def check_target(
 
 
 def _check_polytope(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical: bool) -> None:
+    if empirical:  # the masses of the layers
+        sums = target.new_full((*target.shape[:-2], mdp.horizon), -1.0)
+        residual = sums.index_add(-1, mdp.layer, target @ target.new_ones(target.shape[-1]))
+    else:
+        residual = flow_residual(mdp, target).detach()
+    numbers = residual.abs(), -target, target[..., ~mdp.actions]
+    if all(float(x.amax()) <= tolerance for x in numbers if x.numel()):
+        return
     outside = ~target.isfinite() | (target < -tolerance), "; expected an occupancy of at least 0"
     missing = (target > tolerance) & ~mdp.actions, ", but this action does not exist"
     for where, why in (outside, missing):
         if len(wrong := where.nonzero()):
             found = f"{place_of(mdp, wrong[0])} is {float(target[tuple(wrong[0])])}"
             raise ValueError(f"target: {found}{why}")
+    *batch, state = (~(residual.abs() <= tolerance)).nonzero()[0].tolist()
+    excess = float(residual[(*batch, state)])
     if empirical:
-        layers = torch.stack([part.sum((-2, -1)) for part in mdp.split(target, -2)], -1)
-        wrong = ((layers - 1).abs() > tolerance).nonzero()
-        if len(wrong):
-            *batch, k = wrong[0].tolist()
-            raise ValueError(
-                f"target: {element_of(batch)}layer {k} has the mass "
-                f"{float(layers[tuple(wrong[0])]):.6g}, expected 1; "
-                "divide the visits by the number of trajectories"
-            )
-        return
-    residual = flow_residual(mdp, target).detach()
-    wrong = (residual.abs() > tolerance).nonzero()
-    if len(wrong):
-        *batch, state = wrong[0].tolist()
-        held = float(target.expand(*residual.shape, -1).sum(-1)[tuple(wrong[0])])
-        arriving = held - float(residual[tuple(wrong[0])])
         raise ValueError(
-            f"target: {element_of(batch)}{mdp.locate(state)} has the mass {held:.6g}, but "
-            f"{arriving:.6g} arrives there, so the target is no occupancy measure of this "
-            "MDP; make one with occupancy(mdp, policy), or use negative_log_likelihood for "
-            "demonstrations"
+            f"target: {element_of(batch)}layer {state} has the mass {1 + excess:.6g}, expected 1; "
+            "divide the visits by the number of trajectories"
         )
+    held = float(target.expand(*residual.shape, -1).sum(-1)[(*batch, state)])
+    raise ValueError(
+        f"target: {element_of(batch)}{mdp.locate(state)} has the mass {held:.6g}, but "
+        f"{held - excess:.6g} arrives there, so the target is no occupancy measure of this "
+        "MDP; make one with occupancy(mdp, policy), or use negative_log_likelihood for "
+        "demonstrations"
+    )
 
 
 def _check_budgets(mdp: LayeredMDP, target: Tensor, budgets: Budgets, tolerance: float) -> None:
@@ -215,12 +214,11 @@ def fenchel_young_loss(
             # Derivatives of the infinite elements would be NaN, even behind a `where`.
             inside = torch.where(finite[..., None, None], aim, step.interior)
             constant = torch.where(finite, step.regularizer(inside, now, model), 0.0)
-        paid = (aim * loss).sum((-2, -1)) + constant
-        given = (loss, now, *evaluator.parameters(now), *moving)
+        given = (loss, aim, now, *evaluator.parameters(now), *moving)
         count = len(given) - len(moving)
 
         def least(solution: Solution | None, *given: Tensor) -> Tensor:
-            (loss, t, *parameters), moved = given[:count], given[count:]
+            (loss, aim, t, *parameters), moved = given[:count], given[count:]
             own = model.with_probabilities(*moved) if moved else model
             held = solution is not None and not moved
             if solution is None:
@@ -228,16 +226,20 @@ def fenchel_young_loss(
                 solution = step.solve_at(parameters, loss, t, *others)
             q = solution.q
             evaluate = evaluator.bind(parameters, t.expand(q.shape[:-2]))
-            value = (q * loss).sum((-2, -1)) + total(own, evaluate(step.regularizer.read(own, q)))
+            psi = total(own, evaluate(step.regularizer.read(own, q)))
+            value = ((q - aim) * loss).sum((-2, -1)) + psi
             return value if held else value - (solution.value * flow_residual(own, q)).sum(-1)
 
         if values_are_hidden() or in_forward_mode():
-            return paid - least(None, *given)
+            return constant - least(None, *given)
         with torch.no_grad():
             solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
-            value = least(solution, *given)
+            if step.closed and step.constraints is None:  # ⟨q, loss⟩ + psi(q) = ⟨b, v⟩
+                value = (flow_source(model) * solution.value).sum(-1) - (aim * loss).sum((-2, -1))
+            else:
+                value = least(solution, *given)
         again, once = (partial(least, x) for x in (None, solution))
-        return paid - Envelope(value, solution.q, again, once).of(*given)
+        return constant - Envelope(value, solution.q - aim, again, once).of(*given)
 
     return _compare(step, in_torch, loss, t, warm_start, mdp, target, empirical=empirical)
 
@@ -246,8 +248,7 @@ def _compare(
     step: FTRLStep, in_torch: Callable[[Tensor], Tensor], loss: Tensor, *given: Any, **kind: Any
 ) -> Tensor:
     """Return a loss as the engine computes it, or in torch where the engine does not."""
-    hidden = values_are_hidden() or in_forward_mode()
-    found = None if hidden else step.compare(loss, *given, **kind)
+    found = None if values_are_hidden() or in_forward_mode() else step.compare(loss, *given, **kind)
     return in_torch(loss) if found is None else Envelope(*found, in_torch).of(loss)
 
 
@@ -370,21 +371,28 @@ def follow(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> tuple[Tensor, Te
     pair = state * A + torch.where(seen, actions, 0)
     share, visits = seen.to(mdp.dtype) / shape[-2], mdp.initial.new_zeros(*shape[:-2], S * A)
     visits = visits.scatter_add(-1, (pair + first * A).flatten(-2), share.flatten(-2))
-    chances, chance = [], mdp.initial.unsqueeze(-2)
-    for k, layer in enumerate(mdp.layers):
-        chances.append(chance.expand(*shape[:-1], -1).gather(-1, state[..., k, None]))
-        taken = chance.new_zeros(*shape[:-1], layer.sizes[0] * A)
-        taken = taken.scatter(-1, pair[..., k, None], 1.0).unflatten(-1, (-1, A))
-        p = layer.probabilities
-        p = p.unsqueeze(-1 - layer.event_dims) if layer.batch_shape else p
-        chance = layer.with_probabilities(p).arrive(taken)
+    if mdp.is_sparse:
+        chances, chance = [], mdp.initial.unsqueeze(-2)
+        for k, layer in enumerate(mdp.layers):
+            chances.append(chance.expand(*shape[:-1], -1).gather(-1, state[..., k, None]))
+            taken = chance.new_zeros(*shape[:-1], layer.sizes[0] * A)
+            taken = taken.scatter(-1, pair[..., k, None], 1.0).unflatten(-1, (-1, A))
+            p = layer.probabilities.unsqueeze(-1 - layer.event_dims)
+            chance = layer.with_probabilities(p).arrive(taken)
+    else:  # all tables in one row
+        tables = [mdp.initial, *(layer.dense.flatten(-3) for layer in mdp.layers[:-1])]
+        lengths = torch.tensor([x.shape[-1] for x in tables], device=mdp.device)
+        sizes = torch.tensor([0, *mdp.layer_sizes[1:]], device=mdp.device)
+        place = pair.roll(1, -1) * sizes + state + lengths.cumsum(0) - lengths
+        row, index = join(tables, 1), place.flatten(-2)
+        found = row.expand(*shape[:-2], -1).gather(-1, index) if mdp.batch_shape else row[index]
+        chances = [found.view(shape)]
     return visits.unflatten(-1, (S, A)), torch.where(seen, torch.cat(chances, -1), 1.0)
 
 
 def _first_wrong(wrong: Tensor) -> tuple[int, ...]:
     """Return the index of the first True; empty if there is none."""
-    found = wrong.nonzero()
-    return tuple(found[0].tolist()) if len(found) else ()
+    return tuple(wrong.nonzero()[0].tolist()) if bool(wrong.any()) else ()
 
 
 def _place_of(at: tuple[int, ...]) -> str:
@@ -474,8 +482,14 @@ def negative_log_likelihood(
         now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
         solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
         kept = keep("pair", model, loss.to(model.dtype), 0.0)
-        logs = _log_policy(step, solution, kept, now, model)
-        value = -(visits * torch.where(visits > 0, logs, 0.0)).sum((-2, -1))
+        if step.closed and step.constraints is None:  # w log pi = v - loss - P v
+            composition = step.evaluator.composition
+            visits = visits / entropy_of(composition, composition.values(now)).weight.unsqueeze(-1)
+            source = flow_residual(model, visits) + flow_source(model)
+            value = (visits * kept).sum((-2, -1)) - (source * solution.value).sum(-1)
+        else:
+            logs = _log_policy(step, solution, kept, now, model)
+            value = -(visits * torch.where(visits > 0, logs, 0.0)).sum((-2, -1))
         return value - chances.log().sum(-1).mean(-1) if transitions else value
 
     if step.closed and not transitions:
@@ -493,11 +507,8 @@ def _padded(mdp: LayeredMDP, states: Trajectories, actions: Trajectories) -> tup
             f"states, actions: expected trajectories of equal lengths from 1 to {mdp.horizon}, "
             f"got {sizes[0]} states and {sizes[1]} actions"
         )
-    rows = [
-        [torch.as_tensor(x).tolist() + [-1] * (mdp.horizon - len(x)) for x in part]
-        for part in (states, actions)
-    ]
-    return tuple(torch.tensor(part, device=mdp.device) for part in rows)
+    parts = ([[*x] + [-1] * (mdp.horizon - len(x)) for x in part] for part in (states, actions))
+    return tuple(torch.tensor(part, device=mdp.device) for part in parts)
 
 
 def _log_policy(
@@ -508,7 +519,5 @@ def _log_policy(
         composition = step.evaluator.composition
         weight = entropy_of(composition, composition.values(t)).weight.unsqueeze(-1)
         Q = loss + flow_of(mdp).lookahead(solution.value)
-        if step.closed:
-            return (solution.value.unsqueeze(-1) - Q) / weight
         return torch.where(mdp.actions, -Q / weight, -torch.inf).log_softmax(-1)
     return keep("pair", mdp, solution.q, 1.0).log() - solution.q.sum(-1, keepdim=True).log()

@@ -123,7 +123,7 @@ def flow_source(mdp: LayeredMDP) -> Tensor:
 
 def flow_residual(mdp: LayeredMDP, q: Tensor) -> Tensor:
     """E q - b, `(*batch, S)`; zero exactly on the affine hull of Omega."""
-    return q.sum(-1) - flow_of(mdp).inflow(q) - flow_source(mdp)
+    return q @ q.new_ones(q.shape[-1]) - flow_of(mdp).inflow(q) - flow_source(mdp)
 
 
 def flow_adjoint(mdp: LayeredMDP, value: Tensor) -> Tensor:

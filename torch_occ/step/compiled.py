@@ -269,24 +269,24 @@ class CompiledStep:
             than the loss is differentiated.
         """
         given, shape = shown[0], getattr(shown[0], "shape", _SINGLE)
-        kinds = (torch.float64,) if len(shown) == 1 else (torch.int64, torch.int32)
-        fits = all(isinstance(x, Tensor) and x.dtype in kinds and x.shape == shape for x in shown)
+        known = all(isinstance(x, Tensor) and x.is_cpu for x in shown)
         prepared = self._prepare(loss, t, start, mdp, None) if self.in_logs else None
-        if prepared is None or not fits or shape[:-2] not in (_SINGLE, prepared[-1]):
+        if prepared is None or not known or shape[:-2] not in (_SINGLE, prepared[-1]):
             return None
         world, inputs, _, _, terms, batch = prepared
         moving = any(isinstance(x, Tensor) and x.requires_grad for x in (*inputs, given))
-        if moving or world.tensors or world.batch_shape or not given.is_cpu:
+        paths = [x for x in shown if x.dtype in (torch.int64, torch.int32) and x.shape == shape]
+        if moving or world.tensors or world.batch_shape:
+            return None
+        if len(shown) == 1 and plain(given) and shape[-2:] == self.shape:
+            targets = rows(given, batch, 2).ravel()
+            found = (targets, np.log(np.maximum(targets, 1e-300)), *_NO_PATHS)
+        elif len(paths) == 2 and given.numel() and shape[1:][-1:] == (world.mdp.horizon,):
+            found = (*_NO_TARGETS, *(x.long().reshape(-1, *shape[-2:]).numpy() for x in paths))
+        else:
             return None
         slope, v, certificate = self._empty(batch.numel(), 5)
         value, error = np.empty((2, batch.numel()))
-        if len(shown) == 1 and shape[-2:] == self.shape:
-            logs = np.log(rows(given.clamp(min=1e-300), batch, 2)).ravel()
-            found = (rows(given, batch, 2).ravel(), logs, *_NO_PATHS)
-        elif len(shown) == 2 and given.numel() and shape[1:][-1:] == (world.mdp.horizon,):
-            found = (*_NO_TARGETS, *(x.long().reshape(-1, *shape[-2:]).numpy() for x in shown))
-        else:
-            return None
         aim = kernels.Aim(*found, empirical, value, error)
         arguments = (rows(loss, batch, 2), rows(start, batch, 2), slope, v, certificate, None, aim)
         limits = (self.tolerance, self.options.max_steps)

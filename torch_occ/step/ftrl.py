@@ -21,8 +21,8 @@ from torch_occ.regularizers.derivatives import Evaluator
 from torch_occ.regularizers.parameters import Frozen
 from torch_occ.regularizers.schedules import Schedule
 from torch_occ.regularizers.terms import keep
-from torch_occ.step import graph
 from torch_occ.step.budgets import solve_with_budgets
+from torch_occ.step.graph import autocasts, enroll, promote, solve_in_graph, solve_plainly
 from torch_occ.step.implicit import Setting, solve_setting
 from torch_occ.step.solution import (
     Budgets,
@@ -127,7 +127,7 @@ class FTRLStep(Frozen):
             compiled = later("step.compiled")
             self._compiled = compiled.CompiledStep(self.mdp, evaluator, self.options)
         # Graphs take facts for granted that belong to the name.
-        self.name_in_graphs = graph.enroll(self)
+        self.name_in_graphs = enroll(self)
 
     def forward(
         self,
@@ -194,12 +194,12 @@ class FTRLStep(Frozen):
         budgets = self.constraints if constraints is None else constraints
         given = (warm_start, mdp, check, budgets, multipliers)
         if torch.compiler.is_compiling():
-            return graph.solve_in_graph(self, cumulative_loss, t, *given)
+            return solve_in_graph(self, cumulative_loss, t, *given)
         t = self.episode(t) if t is None else t
-        cumulative_loss = graph.promote(cumulative_loss, self.mdp)
-        if torch.is_inference_mode_enabled() or graph.autocasts(cumulative_loss):
+        cumulative_loss = promote(cumulative_loss, self.mdp)
+        if torch.is_inference_mode_enabled() or autocasts(cumulative_loss):
             again = partial(self.solve, mdp=mdp, check=check, constraints=constraints)
-            return graph.solve_plainly(again, cumulative_loss, t, warm_start, multipliers)
+            return solve_plainly(again, cumulative_loss, t, warm_start, multipliers)
         return self.solve_at(None, cumulative_loss, t, *given)
 
     def episode(self, t: Tensor | float | None) -> Tensor | float:
@@ -268,7 +268,7 @@ class FTRLStep(Frozen):
         """Return `CompiledStep.compare`, if it can be computed."""
         if self._compiled is None or self.constraints is not None:
             return None
-        loss, start = graph.promote(loss, self.mdp), self.interior if start is None else start
+        loss, start = promote(loss, self.mdp), self.interior if start is None else start
         return self._compiled.compare(loss, t, start, *given, **kind)
 
     def _solve_in_torch(self, loss: Tensor, *given: Any, check: bool) -> Solution:
@@ -319,7 +319,7 @@ class FTRLStep(Frozen):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Give a copy its own name; compiled graphs refer to steps by name."""
         super().__setstate__(state)
-        self.name_in_graphs = graph.enroll(self)
+        self.name_in_graphs = enroll(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Self:
         """Move the MDP together with the parameters."""

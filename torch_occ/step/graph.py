@@ -19,6 +19,7 @@ from torch_occ._support.private import (
 )
 from torch_occ.mdp.checks import as_tensor
 from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.regularizers.parameters import with_rank
 from torch_occ.step.solution import Budgets, Solution
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ class Facts(NamedTuple):
 @constant_in_graphs
 def facts_of(name: str) -> Facts:
     """Return the facts of a step; a graph that read them one by one would check all of them."""
+    refuse_compiled_derivatives()
     step = step_of(name)
     mdp, plain = step.mdp, not step.evaluator.names
     movable = any(p.requires_grad for p in mdp.probabilities)
@@ -137,7 +139,6 @@ def solve_in_graph(
     With `mdp` or without `check` it cannot be part of a graph. torch.compile then divides the
     graph there; torch.export, which cannot, raises a NotImplementedError.
     """
-    refuse_compiled_derivatives()
     facts, reason = facts_of(step.name_in_graphs), None
     if mdp is not None or not check:
         name = "check=False" if mdp is None else "mdp"
@@ -279,12 +280,8 @@ def solve_step(
     with with_autograd(), torch.no_grad():
         found = _solve(name, loss, t, start, parameters, budgets)
     # An operator must not return views; nor one tensor twice, as slack and multipliers may be.
-    rest = [_copy(x) for x in (found.multipliers, found.slack) if x is not None]
-    return [found.q, *(x.contiguous() for x in (found.value, found.certificate)), *rest]
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.detach().clone(memory_format=torch.contiguous_format)
+    rest = [x.clone() for x in (found.multipliers, found.slack) if x is not None]
+    return [x.contiguous() for x in (found.q, found.value, found.certificate, *rest)]
 
 
 def _moving(loss: Any, t: Any, parameters: Any, budgets: Any, more: bool) -> list[Any]:
@@ -340,7 +337,7 @@ def pull_back_step(
         moving = _moving(loss, t, given, limits, more)
         solved, cotangents = zip(*pairs, strict=True)
         grads = torch.autograd.grad(solved, moving, cotangents, materialize_grads=True)
-    return list(map(_copy, grads))
+    return [x.clone(memory_format=torch.contiguous_format) for x in grads]
 
 
 def _map(
@@ -353,20 +350,15 @@ def _map(
             "torch.compile: a vmap over the parameters of a regularizer or with budgets cannot be "
             "compiled; give them a batch shape instead, or do not compile it"
         )
-    rank = max(
-        x.dim() - events - (dim is not None)
-        for x, events, dim in ((loss, 2, loss_dim), (t, 0, t_dim), (start, 2, start_dim))
-        if x is not None
+    parts = (loss, loss_dim, 2), (t, t_dim, 0), (start, start_dim, 2)
+    rank = max(x.dim() - events - (dim is not None) for x, dim, events in parts if x is not None)
+
+    # The new dimension goes in front, before `rank` dimensions of the batch.
+    loss, t, start = (
+        x if dim is None else with_rank(x.movedim(dim, -1), rank, events + 1).movedim(-1, 0)
+        for x, dim, events in parts
     )
-
-    def front(x: Tensor, dim: int | None, events: int) -> Tensor:
-        """Put the new dimension in front, before `rank` dimensions of the batch."""
-        x = x.unsqueeze(0) if dim is None else x.movedim(dim, 0)
-        return x.reshape(x.shape[0], *(1,) * (rank + events + 1 - x.dim()), *x.shape[1:])
-
-    loss = front(loss, loss_dim, 2).expand(info.batch_size, *(-1,) * (rank + 2))
-    start = None if start is None else front(start, start_dim, 2)
-    t = None if t is None else front(t, t_dim, 0)
+    loss = with_rank(loss, rank + 1, 2).expand(info.batch_size, *(-1,) * (rank + 2))
     return solve_step(name, loss, t, start, parameters, budgets), [0] * 3
 
 
