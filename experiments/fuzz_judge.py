@@ -31,6 +31,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from torch_occ._support.compiling import KernelCompiler, RoutineCompiler
+
 Array = NDArray[Any]
 Floats = NDArray[np.float64]
 
@@ -96,6 +98,12 @@ def over(x: Any, y: Any) -> Any:
 # A sum of two doubles (Dekker) is kept as the two parts of a complex number.
 
 
+def inner(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function that only compiled ones call."""
+    options: dict[str, Any] = {"no_cpython_wrapper": True, "pipeline_class": RoutineCompiler}
+    return njit(error_model="numpy", **options)(function)
+
+
 def _halves(x: Any) -> complex:
     return complex(float(x), float(x - float(x)))
 
@@ -105,21 +113,21 @@ ROOTS = np.array([_halves(CONTEXT.mpf(2) ** (CONTEXT.mpf(j) / 1024)) for j in ra
 LOG_2, THIRD = _halves(CONTEXT.ln2 / 1024), _halves(CONTEXT.mpf(1) / 3)
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _two_sum(a: float, b: float) -> complex:
     total = a + b
     part = total - a
     return complex(total, (a - (total - part)) + (b - part))
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _add(x: complex, y: complex) -> complex:
     high, low = _two_sum(x.real, y.real), _two_sum(x.imag, y.imag)
     high = _two_sum(high.real, high.imag + low.real)
     return _two_sum(high.real, high.imag + low.imag)
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _times(x: complex, y: complex) -> complex:
     u, v = 1.0 if abs(x.real) < 1e290 else 2.0**-99, 1.0 if abs(y.real) < 1e290 else 2.0**-99
     x, y = complex(x.real * u, x.imag * u), complex(y.real * v, y.imag * v)
@@ -131,7 +139,7 @@ def _times(x: complex, y: complex) -> complex:
     return complex(found.real / u / v, found.imag / u / v)
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _over(x: complex, y: complex) -> complex:
     first = x.real / y.real
     rest = _add(x, -_times(complex(first), y))
@@ -140,7 +148,7 @@ def _over(x: complex, y: complex) -> complex:
     return _add(_two_sum(first, second), complex(rest.real / y.real))
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _exp(x: complex) -> complex:
     if not -740.0 < x.real < 710.0:
         return complex(np.exp(x.real))
@@ -154,7 +162,7 @@ def _exp(x: complex) -> complex:
     return complex(math.ldexp(found.real, whole), math.ldexp(found.imag, whole))
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _log(x: complex) -> complex:
     first = complex(np.log(x.real))
     rest = _add(_times(x, _exp(-first)), -1 + 0j)
@@ -164,7 +172,7 @@ def _log(x: complex) -> complex:
 #: What replaces the arithmetic above when the judge is compiled.
 DOUBLES: dict[str, Any] = {"add": _add, "times": _times, "over": _over, "exp": _exp, "log": _log}
 DOUBLES |= {"NUMBER": np.complex128, "LINEAR": np.float64, "number": complex}
-DOUBLES |= {"rough": njit(cache=True)(lambda x: x.real), "rough_exp": np.exp}
+DOUBLES |= {"rough": inner(lambda x: x.real), "rough_exp": np.exp}
 
 
 # -- one problem ----------------------------------------------------------------------------------
@@ -568,11 +576,11 @@ def in_doubles() -> Callable[..., Floats]:
     names = {**globals(), **DOUBLES}
     for function in (
         *(numbers, normalize, shape, log_sum, at, settle, direction, eliminate, psi, derivatives),
-        *(settle_with, judge_one, judge_all),
+        *(settle_with, judge_one),
     ):
-        again = FunctionType(function.__code__, names, function.__name__)
-        names[function.__name__] = njit(cache=True, error_model="numpy")(again)
-    return names["judge_all"]
+        names[function.__name__] = inner(FunctionType(function.__code__, names, function.__name__))
+    again = FunctionType(judge_all.__code__, names, "judge_all")
+    return njit(cache=True, error_model="numpy", pipeline_class=KernelCompiler)(again)
 
 
 def judge(

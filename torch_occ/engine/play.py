@@ -19,7 +19,6 @@ from typing import Annotated, Any, NamedTuple
 from torch_occ._support.constants import BLOCK, TIE
 from torch_occ.engine import layout as at
 from torch_occ.engine.lanes import (
-    LaneArray,
     anywhere,
     in_lanes,
     lane,
@@ -51,13 +50,11 @@ PerState = Annotated[Floats, "states"]
 class Game(NamedTuple):
     """The episodes of one call for N seeds, and what an episode shows to the learner.
 
-    Seeds have rows and not lanes, except in `means`, which have a last axis of lanes unless all
-    seeds share them.
+    Seeds have rows and not lanes, except in `means`.
     """
 
     model: Model
     means: Floats  # (n or 1, S * A); with a greedy adversary one row, which is overwritten
-    width: Any  # of the means, see `in_lanes`; None if the seeds share them
     numbers: Floats  # (N, chunk, L, 3), uniform
     tables: Floats  # (N, chunk, S * A), uniform, under full information; else (N, 0, 0)
     first: int  # the row of the first episode in numbers and tables
@@ -107,14 +104,14 @@ def observe(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
 def play(game: Game, tally: Tally, learner: Any, work: Work, width: Any) -> None:
     """Play n episodes, with one seed per lane unless the width is None; see `in_lanes`.
 
-    In lanes, the floats of tally, learner and work have a last axis of lanes, except those that
-    their classes declare as `Shared`. There may be fewer seeds than lanes.
+    In lanes, the means and the floats of tally, learner and work have a last axis of lanes, except
+    those that their classes declare as `Shared`. There may be fewer seeds than lanes.
     """
     tally, learner, work = in_lanes(tally, width), in_lanes(learner, width), in_lanes(work, width)
-    means = in_lanes(game.means, game.width)
+    means = in_lanes(game.means, width)
     for t in range(game.episodes):
         if t > 0 and game.greedy:
-            react(game.model, tally.q, means)
+            favour(game.model, tally.q, means)
         propose(game, t, tally, learner, work)
         occupy(game.model, tally.q, learner, work)
         record(game, t, means, tally)
@@ -146,19 +143,6 @@ def favour(model: Model, q: Floats, means: Floats) -> None:
             chosen = open_ & (q[i] >= (1.0 - TIE) * most) & model.exists[at.PAIR, i]
             means[0, i] = where(chosen, 1.0, 0.0)
             open_ = open_ & (not chosen)
-
-
-@routine(inline=True)
-def spare(model: Model, q: Floats, means: Floats) -> None:
-    """Nothing: means that all lanes share are never those of a greedy adversary."""
-
-
-react = dispatch(
-    favour.py_func,  # type: ignore[attr-defined]
-    lambda _, q, means: (
-        spare if isinstance(q, LaneArray) and not isinstance(means, LaneArray) else favour
-    ),
-)
 
 
 # -- the sums --------------------------------------------------------------------------------------

@@ -54,16 +54,20 @@ class CentredEstimator(Estimator):
         """b `(*batch, S, A)`, given q `(*batch, S, A)` and the episode `(*batch,)`."""
         raise NotImplementedError(f"{type(self).__name__}: write baseline(q, t) -> (*batch, S, A)")
 
-    def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:
-        found = self.baseline(q, torch.tensor(float(t), dtype=q.dtype, device=q.device))
+    def baseline_like(self, q: Tensor, t: Tensor) -> Tensor:
+        """The baseline in the shape of q; a ValueError if it does not broadcast."""
+        found = self.baseline(q, t)
         try:
-            baseline = found.expand_as(q)
+            return found.expand_as(q)
         except (AttributeError, RuntimeError):
             kind = f"of shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
             raise ValueError(
-                f"estimator: {type(self).__name__}.baseline at episode {t}: expected a tensor "
-                f"that broadcasts to {tuple(q.shape)}, got {kind}"
+                f"estimator: {type(self).__name__}.baseline at episode {int(t.min())}: expected a "
+                f"tensor that broadcasts to {tuple(q.shape)}, got {kind}"
             ) from None
+
+    def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:
+        baseline = self.baseline_like(q, torch.tensor(float(t), dtype=q.dtype, device=q.device))
         above = (feedback.losses - feedback.gather(baseline)) / feedback.gather(q)
         return feedback.scatter(above, q) + baseline
 

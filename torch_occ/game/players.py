@@ -149,8 +149,7 @@ class EnginePlayer:
         # A copy `(N or 1, n or 1, S * A)`, because the kernel may write to it.
         charged = np.array(means.flatten(-2).transpose(0, 1).numpy(), order="C")
         alike = len(charged) == 1 and not self.reacts
-        if not alike:
-            charged = pack(np.repeat(charged, count // len(charged), 0), lanes)
+        charged = pack(charged if alike else np.repeat(charged, count // len(charged), 0), lanes)
         drawn, shown = numbers.numpy(), np.zeros((count, 0, 0))
         if tables is not None:
             shown = tables.flatten(-2).numpy()
@@ -163,8 +162,8 @@ class EnginePlayer:
             chosen = slice(group * each, (group + 1) * each)
             size, _, layers, _ = drawn[chosen].shape
             given: Any = (
-                *(self.model, charged[0 if alike else group], None if alike else width_of(lanes)),
-                *(drawn[chosen], shown[chosen], rows.start, n, run.t),
+                *(self.model, charged[0 if alike else group], drawn[chosen], shown[chosen]),
+                *(rows.start, n, run.t),
                 *(NOISE[run.losses.noise], self.reacts),
                 *np.zeros((2, size, layers), np.int64),  # the trajectory, and what it shows
                 *(np.zeros((size, layers)), np.zeros((size, shown.shape[-1]))),

@@ -277,7 +277,7 @@ class MDPArrays:
     def owners(self, batch: torch.Size) -> Ints:
         """The MDP of every element of a batch."""
         numbers = np.arange(self.batch_shape.numel()).reshape(self.batch_shape)
-        return np.ascontiguousarray(np.broadcast_to(numbers, batch).ravel())
+        return np.broadcast_to(numbers, batch).flatten()  # always a copy: one type for kernels
 
     def pull_back(
         self, q: Tensor, v: Tensor, u: Tensor, m: Tensor, needed: Sequence[bool]

@@ -326,7 +326,7 @@ def forecast(
     drift = grid.sums((q * gaps[grid.phase]).sum((-2, -1))) - best
 
     linear = Linearization(step, q, t)
-    baseline = torch.where(mdp.actions, estimate.baseline(q, t), 0.0)
+    baseline = torch.where(mdp.actions, estimate.baseline_like(q, t), 0.0)
     bend, square = _noise(linear, grid, mean[grid.phase], phases.noise, baseline)
     curves = (drift, grid.sums(-0.5 * bend), grid.sums(0.5 * square))
     drift, noise, stability = (

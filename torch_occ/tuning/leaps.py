@@ -15,6 +15,7 @@ allows (`longest_leaps`). Their number grows with log T.
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from torch_occ._support.constants import log_spaced
 from torch_occ.game.estimators import Estimator, centred
 from torch_occ.game.history import comparator
 from torch_occ.game.losses import LossProcess, Noise
+from torch_occ.game.simulate import whole
 from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point, optimal_policy
@@ -103,7 +105,9 @@ def leap(
         TypeError: if the losses or the estimator cannot be forecast.
     """
     check_episodes(episodes)
-    check_that(particles >= 1, "particles", "at least 1", particles)
+    particles = whole("particles", particles)
+    fine = isinstance(seed, Integral) and -(2**63) <= seed < 2**64
+    check_that(fine, "seed", "an integer below 2**64", repr(seed))
     check_that(accuracy > 0, "accuracy", "a positive number", accuracy)
     fine, advice = mdp.dtype == torch.float64, "; use mdp.to(torch.float64)"
     check_that(fine, "mdp", "double precision", f"{mdp.dtype}{advice}")
@@ -145,7 +149,8 @@ def leap(
         opening = (q * gaps[phase[at]]).sum((-2, -1))
         longest = torch.minimum(longest_leaps(Linearization(step, q, t), accuracy), WIDEST * t)
         length = torch.minimum(longest.floor().clamp(min=1), ends[at] - t + 1) * playing
-        visits, baseline = draw.visits(length, q), keep("pair", mdp, estimate.baseline(q, t), 0.0)
+        visits = draw.visits(length, q)
+        baseline = keep("pair", mdp, estimate.baseline_like(q, t), 0.0)
         charged = draw.charges(visits, phases.means[phase[at]], phases.noise)
         charged = (charged - visits * baseline) / keep("pair", mdp, q, 1.0)
         loss = loss + charged + length[:, None, None] * baseline
