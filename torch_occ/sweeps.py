@@ -35,7 +35,7 @@ from torch_occ._support import files
 from torch_occ._support.choices import extra, progress_bar, summary_writer, wants_bar
 from torch_occ._support.private import processes_of
 from torch_occ._support.processes import sigterm_raises
-from torch_occ.mdp.checks import check_that
+from torch_occ.mdp.checks import check_that, unexpected
 
 Config = dict[str, Any]
 Function = Callable[..., dict[str, Any]]
@@ -297,10 +297,8 @@ def _named(function: Function, cells: Sequence[Config]) -> dict[str, Config]:
     """The cells by the names of their files, which depend on the function, too."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if module is None or name is None or "<" in name:  # <lambda>, <locals>
-        raise ValueError(
-            "function: expected a function at the top level of a module, which workers can import "
-            f"by its name, got {function!r}"
-        )
+        expected = "a function at the top level of a module, which workers can import by its name"
+        raise unexpected("function", expected, repr(function))
     if module == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         raise ValueError(
             f"function: {name} was defined interactively; put it into a module, so that workers "

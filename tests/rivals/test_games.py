@@ -1,5 +1,7 @@
 """Rivals that plan play the game of their oracle; the record has the bits of all rivals."""
 
+from functools import partial
+
 import pytest
 import rival_oracles as oracles
 import torch
@@ -22,27 +24,20 @@ def unknown(widths="practical", **options):
     return lambda mdp: R.UnknownFTRL(mdp, psi(), widths=R.Widths.of(widths, mdp, T, 0.9), **options)
 
 
-PLANNERS = {
-    "kl-ucb": (R.KLUCB, lambda x: oracles.KLUCB(x.mdp)),
-    "ucbvi-ch": (lambda mdp: R.UCBVI(mdp, T), lambda x: oracles.Optimist("hoeffding", x)),
-    "ucbvi-bf": (
-        lambda mdp: R.UCBVI(mdp, T, bonus="bernstein"),
-        lambda x: oracles.Optimist("bernstein", x),
-    ),
-    "sharp": (
-        lambda mdp: R.UCBVI(mdp, bonus="sharp", corruption=20.0, delta=0.01),
-        lambda x: oracles.Optimist("sharp", x),
-    ),
-    "euler": (R.EULER, lambda x: oracles.Optimist("euler", x)),
-    "strong": (R.StrongEuler, lambda x: oracles.Optimist("strong", x)),
+OPTIMISTS = {
+    "hoeffding": lambda mdp: R.UCBVI(mdp, T),
+    "bernstein": lambda mdp: R.UCBVI(mdp, T, bonus="bernstein"),
+    "sharp": lambda mdp: R.UCBVI(mdp, bonus="sharp", corruption=20.0, delta=0.01),
+    "euler": R.EULER,
+    "strong": R.StrongEuler,
 }
+PLANNERS = {name: (build, partial(oracles.Optimist, name)) for name, build in OPTIMISTS.items()}
+PLANNERS["kl-ucb"] = R.KLUCB, lambda x: oracles.KLUCB(x.mdp)
 OTHERS = {
     "thompson": R.Thompson,
     "psrl": R.PSRL,
     "layers": lambda mdp: R.MultiLayerUCBVI(mdp, T),
-    "uob-reps": lambda mdp: R.UOBREPS(
-        mdp, T, widths=R.Widths.of("practical", mdp), learning_rate=0.1
-    ),
+    "uob-reps": lambda x: R.UOBREPS(x, T, widths=R.Widths.of("practical", x), learning_rate=0.1),
     "plug-in": lambda mdp: R.UnknownFTRL(mdp, psi()),
     "restarts": unknown(bonus=True, restart=True),
 }
@@ -66,9 +61,8 @@ def play(mdp, learner, losses, episodes, seeds=(0, 7, 3), **options):
 def check(mdp, name, losses, episodes):
     """The rival and its oracle play the same game."""
     rival, precision = LEARNERS[name](mdp), {"rtol": 0, "atol": 1e-10}
-    (found, mine), (expected, theirs) = (
-        play(mdp, x, losses, episodes) for x in (rival, PLANNERS[name][1](rival.copy()))
-    )
+    both = rival, PLANNERS[name][1](rival.copy())
+    (found, mine), (expected, theirs) = (play(mdp, x, losses, episodes) for x in both)
     assert (found.backend, expected.backend) == ("engine", "torch")
     for field in ("regret", "realised_regret", "corruption", "cumulative_occupancy", "last_q"):
         torch.testing.assert_close(getattr(found, field), getattr(expected, field), **precision)
@@ -115,7 +109,7 @@ def test_wide_layers_are_played_without_lanes(name):
     check(mdp, name, occ.BernoulliLosses(random_loss(mdp)), 3)
 
 
-@pytest.mark.parametrize("name", ["ucbvi-bf", "sharp", "restarts", "layers"])
+@pytest.mark.parametrize("name", ["bernstein", "sharp", "restarts", "layers"])
 @pytest.mark.bits
 def test_a_run_continues_and_a_seed_plays_in_any_company_to_the_same_bits(
     name, tmp_path, monkeypatch

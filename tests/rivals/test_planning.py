@@ -10,7 +10,7 @@ from zoo import Kept, random_loss
 
 import torch_occ as occ
 from torch_occ.engine import draws
-from torch_occ.rivals.kl_ucb import log_kl_lower
+from torch_occ.rivals.kl_ucb import ORDER, TOLERANCE, CompiledKLUCB, expand
 
 R = occ.rivals
 MDP = occ.LayeredMDP.random(3, 3, 3, seed=0)
@@ -83,17 +83,23 @@ def test_layers_are_drawn_with_halving_probabilities():
 
 
 @njit
-def indices(mean, width, guess):
-    return np.array([np.exp(log_kl_lower(mean[i], width[i], guess[i])) for i in range(len(mean))])
+def expand_all(now, guess, own):
+    for i in range(len(guess)):
+        expand(now, i, guess[i], own)
 
 
-def test_indices_from_any_guess():
+def test_indices_from_any_guess_and_later():
     visits = np.array([1.0, 7.0, 200.0, 3e3, 3e4, 3e4, 3e4, 3e6])
     mean = np.array([0.4, 0.1, 0.6, 0.01, 1e-4, 0.5, 1 - 1e-4, 0.3])
+    own = CompiledKLUCB(visits, *[mean] * 4, np.zeros((ORDER + 1, 8)), *np.zeros((3, 8)))
     for log in np.linspace(np.log(2.0), np.log(1e6), 20):
-        expected = oracles.kl_lower(*map(torch.from_numpy, (mean, log / visits))).numpy()
-        for guess in (1 + 0 * mean, 1e-9 * mean, expected, mean, 0.5 * (expected + mean)):
-            assert abs(indices(mean, log / visits, np.log(guess)) - expected).max() < 1e-10
+        for now in (log, 1.005 * log):
+            expected = oracles.kl_lower(*map(torch.from_numpy, (mean, now / visits))).numpy()
+            for guess in (1 + 0 * mean, 1e-9 * mean, expected, mean, 0.5 * (expected + mean)):
+                expand_all(log, guess, own)
+                terms = own.series * (now - log) ** np.arange(ORDER + 1.0)[:, None]
+                assert abs(terms[ORDER]).max() <= TOLERANCE
+                assert abs(terms.sum(0) - expected).max() < 1e-10
 
 
 # -- variates --------------------------------------------------------------------------------------

@@ -65,6 +65,3 @@ FLAT = 1e-100
 #: learners that sample.
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_ONE, MIX_TWO = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-#: Newton's method for the index of KL-UCB: the most steps, and the error of log x that ends it.
-KL_STEPS, KL_TOLERANCE = 30, 1e-16

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_occ.game.estimators import Estimator, Feedback
 from torch_occ.game.losses import LossProcess, State
-from torch_occ.mdp.checks import check_that
+from torch_occ.mdp.checks import check_dtype, check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_of, flow_source
 from torch_occ.step.solution import Status
@@ -170,11 +170,7 @@ def check_tensor(
         ones = "; a 1 in place of a batch dimension means the same for all"
         ones = "" if strict or not batch else ones
         raise ValueError(f"{what}{at}: expected shape {expected}{ones}, got {tuple(x.shape)}")
-    if x.dtype != mdp.dtype or x.device != mdp.device:
-        raise ValueError(
-            f"{what}{at}: is {x.dtype} on {x.device}, the MDP {mdp.dtype} on {mdp.device}; convert "
-            "one of them"
-        )
+    check_dtype(f"{what}{at}", x, mdp, "the MDP")
 
 
 def refuse_first(x: Tensor, good: Tensor, mdp: LayeredMDP, where: Where, expected: str) -> None:

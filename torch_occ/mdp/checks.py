@@ -39,6 +39,15 @@ def broadcast(*shapes: torch.Size) -> torch.Size:
     return torch.broadcast_shapes(*distinct)
 
 
+def check_dtype(name: str, x: Any, like: Any, owner: str) -> None:
+    """Raise a ValueError unless x has the dtype and the device of `like`, which is `owner`."""
+    if x.dtype != like.dtype or x.device != like.device:
+        raise ValueError(
+            f"{name}: is {x.dtype} on {x.device}, {owner} {like.dtype} on {like.device}; convert "
+            "one of them"
+        )
+
+
 #: What a user may give as a table.
 Table = Tensor | np.ndarray[Any, Any]
 
@@ -60,11 +69,9 @@ def check_shapes(
 ) -> tuple[tuple[Tensor, ...], int]:
     """Check that layers fit together, with one dtype and device; return the tensors and A."""
     if isinstance(transitions, Tensor | np.ndarray):
-        raise ValueError(
-            "transitions: expected one tensor per layer, got one tensor of shape "
-            f"{tuple(transitions.shape)}; for the table (S, A, S) of an ordinary MDP use "
-            "LayeredMDP.from_tables(transition, horizon)"
-        )
+        advice = "for the table (S, A, S) of an ordinary MDP use LayeredMDP.from_tables"
+        found = f"one tensor of shape {tuple(transitions.shape)}; {advice}(transition, horizon)"
+        raise unexpected("transitions", "one tensor per layer", found)
     tensors = tuple(map(as_tensor, transitions))
     check_that(bool(tensors), "transitions", "one tensor per layer", "none")
     first = tensors[0]
@@ -73,11 +80,7 @@ def check_shapes(
         if not isinstance(p, Tensor) or not p.is_floating_point():
             kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
             raise unexpected(name, "a floating-point tensor", kind)
-        if p.dtype != first.dtype or p.device != first.device:
-            raise ValueError(
-                f"{name}: is {p.dtype} on {p.device}, transitions[0] is {first.dtype} on "
-                f"{first.device}; convert one of them"
-            )
+        check_dtype(name, p, first, "transitions[0] is")
         if p.layout != torch.strided:
             fine = p.dim() == 2 and not p.dense_dim() and 0 not in p.shape
             shape = f"a sparse tensor of shape (S_{k} * A, S_{k + 1})"

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from torch_occ.engine.lanes import anywhere, lane, sqrt, where
-from torch_occ.engine.layout import PAIR, Floats, Ints, Model, routine
-from torch_occ.engine.play import Game
+from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Work, routine
+from torch_occ.engine.learners import count_visit
+from torch_occ.engine.play import Game, Tally
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners import Learner
 from torch_occ.mdp.checks import check_that
@@ -336,18 +337,31 @@ def count_transitions(game: Game, n: int, counts: Any, entry: Ints) -> None:
 
 
 @routine(inline=True)
+def count_steps(game: Game, n: int, data: Any, entry: Ints) -> None:
+    """Count the pairs, losses and transitions that seed n has seen."""
+    for k in range(game.pairs.shape[1]):
+        count_visit(data, game.pairs[n, k], game.losses[n, k])
+    count_transitions(game, n, data.counts, entry)
+
+
+def observe_transitions(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    """Count what every seed has seen."""
+    for n in range(len(game.pairs)):
+        count_steps(game, n, lane(learner, n), learner.entry)
+
+
+@routine(inline=True)
 def count_episode(game: Game, t: int, learner: Any) -> bool:
     """Count pairs and transitions, and begin epochs; return whether any seed began one."""
     for n in range(len(game.pairs)):
-        visits, before = lane(learner.visits, n), lane(learner.epoch_visits, n)
-        begun = lane(learner.begun, n)
-        begun[0] = 0.0
+        own = lane(learner, n)
+        own.begun[0] = 0.0
         for k in range(game.pairs.shape[1]):
             i = game.pairs[n, k]
-            visits[i] += 1.0
-            if visits[i] >= max(1.0, 2.0 * before[i]):
-                begun[0] = 1.0
-        count_transitions(game, n, lane(learner.counts, n), learner.entry)
+            own.visits[i] += 1.0
+            if own.visits[i] >= max(1.0, 2.0 * own.epoch_visits[i]):
+                own.begun[0] = 1.0
+        count_transitions(game, n, own.counts, own.entry)
     new = anywhere(learner.begun[0] > 0.0)
     if new:
         begin_epochs(game.model, game.before + t + 2, learner)

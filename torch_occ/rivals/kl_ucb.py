@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from torch_occ._support.constants import KL_STEPS, KL_TOLERANCE
-from torch_occ.engine.lanes import Shared, anywhere, exp, log, sqrt, where
-from torch_occ.engine.layout import TRIAL, Work, routine
-from torch_occ.engine.learners import TINY, average, observe_averages, plan
+from torch_occ.engine.lanes import Shared, anywhere, exp, lane, lanes_of, log, sqrt, where
+from torch_occ.engine.layout import TRIAL, Floats, Work, routine
+from torch_occ.engine.learners import average, observe_averages, plan
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.game.learners import EmpiricalLearner
+
+#: The order of power series, the most steps of Newton's method, and the last term or residual.
+ORDER, STEPS, TOLERANCE = 6, 30, 1e-12
 
 
 class CompiledKLUCB(NamedTuple):
@@ -20,7 +22,9 @@ class CompiledKLUCB(NamedTuple):
     logs: Shared  # (n + 1,), log t
     mean: PerPair
     root: PerPair
-    least: PerPair  # the logarithm of the index
+    series: Annotated[Floats, ORDER + 1, "pairs"]  # of the indices, in log t minus
+    begin: PerPair  # log t where it was expanded,
+    number: PerPair  # for so many visits
     choice: PerState
 
 
@@ -46,38 +50,62 @@ class KLUCB(EmpiricalLearner):
 def _propose_by_indices(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     if t == 0:
         average(learner, 0.0)
+    now, series = learner.logs[t + 1], learner.series
     for i in range(len(learner.visits)):
-        mean, width = learner.mean[i], learner.logs[t + 1] / max(learner.visits[i], 1.0)
-        learner.least[i] = log_kl_lower(mean, width, learner.least[i])
-        index = where(mean < 1.0, min(exp(learner.least[i]), mean), exp(-width))
-        work.pairs[TRIAL, i] = where((learner.visits[i] > 0.0) & (mean > 0.0), index, 0.0)
+        grown, index = now - learner.begin[i], series[ORDER, i]
+        last = max(abs(index), abs(series[ORDER - 1, i]))  # if one of them is 0 by chance
+        for k in range(ORDER - 1, -1, -1):
+            index, last = index * grown + series[k, i], last * grown
+        known = (learner.visits[i] == learner.number[i]) & (last <= TOLERANCE)
+        if anywhere(not known):
+            for n in range(lanes_of(learner.visits)):
+                if not lane(known, n):
+                    expand(now, i, lane(index, n), lane(learner, n))
+        work.pairs[TRIAL, i] = where(known, index, series[0, i])
     plan(game.model, learner.choice, work)
 
 
 observe.register(CompiledKLUCB)(observe_averages)
 
 
+@routine
+def expand(now: float, i: int, guess: float, own: CompiledKLUCB) -> None:
+    """The power series of the index x of a pair in log t.
+
+    From N kl(m, x) = log t follows N (m x - x^2 / 2)' = x^2 - x. Comparing powers gives one
+    coefficient after the other.
+    """
+    series, mean, visits = own.series, own.mean[i], own.visits[i]
+    own.begin[i], own.number[i] = now, visits
+    if mean > 0.0:  # else the index is 0
+        x = series[0, i] = kl_lower(mean, now / visits, guess)
+        square = x * x
+        for k in range(ORDER):
+            inner = 0.0
+            for j in range(1, k + 1):
+                inner += series[j, i] * series[k + 1 - j, i]
+            change = 0.5 * inner + (square - series[k, i]) / (visits * (k + 1))
+            series[k + 1, i] = change / (mean - x)
+            square = inner + 2.0 * x * series[k + 1, i]
+
+
 @routine(inline=True)
-def log_kl_lower(mean: Any, width: Any, guess: Any) -> Any:
-    """log of the smallest x with kl(mean, x) <= width, for 0 < mean < 1: Newton's method in log x.
+def kl_lower(mean: float, width: float, guess: float) -> float:
+    """The smallest x with kl(mean, x) <= width, for 0 < mean <= 1: Newton's method in log x.
 
     kl is convex in log x and falls up to x = mean. So a step from above the solution leads below
-    it, and steps from below stay there, from any guess below log(mean). A small error e becomes
-    others x / ((1-x) (mean-x)) e^2 / 2, which says when the next step would change nothing.
+    it, and steps from below stay there, from any guess below the mean.
     """
-    others, inside = max(1.0 - mean, TINY), (mean > 0.0) & (mean < 1.0)
-    log_mean, zeros = log(max(mean, TINY)), others * log(others)
-    x = guess
-    if anywhere(not (guess < log_mean)):  # as in episode 1, where it is 0
-        usual = log_mean - sqrt(2.0 * width * others / max(mean, TINY))
-        x = where(guess < log_mean, guess, usual)
-    for _ in range(KL_STEPS):
+    if mean >= 1.0:
+        return exp(-width)
+    others, log_mean = 1.0 - mean, log(mean)
+    zeros = others * log(others)
+    near = 0.0 < guess < (1.0 - 1e-9) * mean
+    x = log(guess) if near else log_mean - sqrt(2.0 * width * others / mean)
+    for _ in range(STEPS):
         other = exp(x)
-        information = mean * (log_mean - x) + zeros - others * log(1.0 - other)
-        slope = (mean - other) / (1.0 - other)
-        step = (information - width) / slope
-        x = max(x + step, -700.0)  # exp(-700) is zero for all purposes
-        left = others * other * step * step / (slope * (1.0 - other) * (1.0 - other))
-        if not anywhere(((left > KL_TOLERANCE) | (abs(step) > 1e-3)) & inside):
+        excess = mean * (log_mean - x) + zeros - others * log(1.0 - other) - width
+        x = max(x + excess * (1.0 - other) / (mean - other), -700.0)  # exp(-700) is as good as zero
+        if abs(excess) <= TOLERANCE:
             break
-    return x
+    return min(exp(x), mean)

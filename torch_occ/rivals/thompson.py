@@ -12,10 +12,10 @@ import numpy as np
 from torch_occ.engine.draws import beta, episode_key, gamma, key_of
 from torch_occ.engine.lanes import lane
 from torch_occ.engine.layout import PAIR, TRIAL, Floats, Ints, Model, Work, routine
-from torch_occ.engine.learners import plan
+from torch_occ.engine.learners import observe_averages, plan
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.game.learners import EmpiricalLearner
-from torch_occ.rivals.beliefs import PlanningLearner, count_transitions
+from torch_occ.rivals.beliefs import PlanningLearner, observe_transitions
 from torch_occ.step.arrays import model_of
 
 
@@ -24,6 +24,8 @@ class CompiledThompson(NamedTuple):
 
     visits: PerPair
     losses: PerPair
+    mean: PerPair
+    root: PerPair
     seeds: Any
     choice: PerState
 
@@ -48,18 +50,7 @@ def _propose_by_sample(game: Game, t: int, tally: Tally, learner: Any, work: Wor
     plan(game.model, learner.choice, work)
 
 
-@observe.register(CompiledThompson)
-def _observe_losses(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
-    for n in range(len(game.pairs)):
-        add_losses(game, n, lane(learner, n))
-
-
-@routine(inline=True)
-def add_losses(game: Game, n: int, learner: Any) -> None:
-    """Count the pairs that seed n has visited, and their losses."""
-    for k in range(game.pairs.shape[1]):
-        learner.visits[game.pairs[n, k]] += 1.0
-        learner.losses[game.pairs[n, k]] += game.losses[n, k]
+observe.register(CompiledThompson)(observe_averages)
 
 
 @routine(inline=True)
@@ -83,6 +74,8 @@ class CompiledPSRL(NamedTuple):
     visits: PerPair
     losses: PerPair
     counts: Floats  # (M,)
+    mean: PerPair
+    root: PerPair
     seeds: Any
     entry: Ints
     drawn: Model  # with transitions from the posterior
@@ -114,12 +107,7 @@ def _propose_in_sample(game: Game, t: int, tally: Tally, learner: Any, work: Wor
     plan(learner.drawn, learner.choice, work)
 
 
-@observe.register(CompiledPSRL)
-def _observe_sums(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
-    for n in range(len(game.pairs)):
-        own = lane(learner, n)
-        add_losses(game, n, own)
-        count_transitions(game, n, own.counts, own.entry)
+observe.register(CompiledPSRL)(observe_transitions)
 
 
 @routine(inline=True)

@@ -39,14 +39,14 @@ import torch
 from torch import Tensor
 
 from torch_occ.engine.draws import episode_key, key_of, uniform
-from torch_occ.engine.lanes import Shared, anywhere, lane, sqrt, where
+from torch_occ.engine.lanes import Shared, anywhere, lane, power, sqrt, where
 from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Work, routine
-from torch_occ.engine.learners import average, cheapest_pair, count_visit
+from torch_occ.engine.learners import average, cheapest_pair
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
 from torch_occ.game.simulate import whole
 from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.rivals.beliefs import PlanningLearner, count_transitions
+from torch_occ.rivals.beliefs import PlanningLearner, count_steps, observe_transitions
 
 UCBVI_HOEFFDING, UCBVI_BERNSTEIN, SHARP_HOEFFDING, EULER_BONUS, STRONG_BONUS = 0, 1, 2, 3, 4
 
@@ -80,24 +80,11 @@ class CompiledOptimist(NamedTuple):
 def _propose_optimistically(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
     if t == 0:
         average(learner, 0.0)
-        for i in range(len(learner.allowed)):
-            learner.allowed[i] = 1.0
     changed, log = (learner.corruption, 0.0), learner.logs[t + 1]
     plan_with_bounds(game.model, learner, learner, False, changed, log, learner)
 
 
-@observe.register(CompiledOptimist)
-def _observe_transitions(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
-    for n in range(len(game.pairs)):
-        count_steps(game, n, lane(learner, n), learner.entry)
-
-
-@routine(inline=True)
-def count_steps(game: Game, n: int, data: Any, entry: Ints) -> None:
-    """Count the pairs, losses and transitions that seed n has seen."""
-    for k in range(game.pairs.shape[1]):
-        count_visit(data, game.pairs[n, k], game.losses[n, k])
-    count_transitions(game, n, data.counts, entry)
+observe.register(CompiledOptimist)(observe_transitions)
 
 
 @routine(inline=True)
@@ -131,8 +118,7 @@ def plan_with_bounds(
             values[LOWER, s], chosen = cheapest_pair(model.exists[PAIR], bounds, LOWER, first, stop)
             learner.choice[s] = chosen
             for i in range(first, stop):
-                if model.exists[PAIR, i]:
-                    values[UPPER, s] = where(chosen == float(i), bounds[UPPER, i], values[UPPER, s])
+                values[UPPER, s] = where(chosen == float(i), bounds[UPPER, i], values[UPPER, s])
 
 
 @routine(inline=True)
@@ -151,10 +137,9 @@ def estimate(
             p = data.counts[entry + j] * share
             lower += p * values[LOWER, first + j]
             upper += p * values[UPPER, first + j]
-        if bonus == UCBVI_HOEFFDING:
-            b = 7.0 * layers * log * root + min(1.0, 0.5 * corruption * share)
-        elif bonus == SHARP_HOEFFDING:
-            b = left * np.sqrt(0.5 * log) * root + min(1.0, 0.5 * corruption * share)
+        if bonus in (UCBVI_HOEFFDING, SHARP_HOEFFDING):
+            scale = left * np.sqrt(0.5 * log) if bonus == SHARP_HOEFFDING else 7.0 * layers * log
+            b = scale * root + min(1.0, 0.5 * corruption * share)
         else:
             for j in range(size):
                 p = data.counts[entry + j] * share
@@ -220,7 +205,7 @@ class OptimisticLearner(PlanningLearner):
         return (2.0 * self.mdp.num_pairs / self.delta * t**2).log()
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | {"logs": self.log}
+        return super().settings() | {"logs": self.log, "allowed": np.ones(self.mdp.actions.numel())}
 
 
 class UCBVI(OptimisticLearner):
@@ -275,8 +260,7 @@ class UCBVI(OptimisticLearner):
                 "losses, for which no bound is known here; use bonus='sharp' or 'hoeffding'"
             )
         self.bonus, self.corruption = kinds[bonus], corruption
-        self.max_episodes = None if bonus == "sharp" else episodes
-        self.monotone = bonus != "sharp"
+        self.max_episodes, self.monotone = (None, False) if bonus == "sharp" else (episodes, True)
 
     def log(self, t: Tensor) -> Tensor:
         if self.max_episodes is None:
@@ -346,6 +330,8 @@ class CompiledLayers(NamedTuple):
     mean: Floats  # (R + 1, S * A)
     root: Floats  # (R + 1, S * A)
     layer: Annotated[Floats, 1]  # the layer that plays
+    own: Averages  # its data
+    left: Floats  # (R, S * A), 1 where slower layers leave an action to a layer
     allowed: PerPair
     bounds: Annotated[Floats, 2, "pairs"]
     values: Annotated[Floats, 3, "states"]
@@ -392,30 +378,33 @@ class MultiLayerUCBVI(OptimisticLearner):
     def start(self, num_seeds: int) -> None:
         super().start(num_seeds)
         for name in ("visits", "losses", "counts"):
-            rows = self.state[name].unsqueeze(1).repeat_interleave(self.layers + 1, 1)
-            self.state[name] = rows
+            self.state[name] = self.state[name].unsqueeze(1).repeat_interleave(self.layers + 1, 1)
         possible = self.mdp.actions.to(self.mdp.dtype).expand(num_seeds, self.layers, -1, -1)
         self.state["possible"] = possible.clone()
 
     def settings(self) -> dict[str, Any]:
-        shape = self.layers + 1, self.mdp.actions.numel()
-        return super().settings() | {"mean": np.zeros(shape), "root": np.zeros(shape)}
+        found, pairs = super().settings(), self.mdp.actions.numel()
+        rows, entries = (self.layers + 1, pairs), found["entry"][-1]
+        own = Averages(*map(np.zeros, (pairs, pairs, entries, pairs, pairs)))
+        left = self.mdp.actions.expand(self.layers, -1, -1).flatten(1).double().numpy()
+        return found | {"mean": np.zeros(rows), "root": np.zeros(rows), "own": own, "left": left}
 
 
 @propose.register(CompiledLayers)
 def _propose_in_layers(game: Game, t: int, tally: Tally, learner: Any, work: Work) -> None:
+    all_layers = len(learner.possible)
+    if t == 0:
+        for r in range(all_layers + 1):
+            average(data_of(learner, r), 0.0)
     for n in range(len(learner.seeds)):
-        own, all_layers = lane(learner, n), len(learner.possible)
         if t == 0:
-            for r in range(all_layers + 1):
-                average(data_of(own, r), 0.0)
-        r = draw_layer(learner.seeds[n], game.before + t + 1, all_layers)
-        own.layer[0] = float(r)
-        allow(game.model, r, own)
-        changed, log = (own.corruption, 2.0 ** (r + 1)), own.logarithm
-        data, together = data_of(own, r), data_of(own, all_layers)
-        plan_with_bounds(game.model, data, together, True, changed, log, own)
-        find_possible(game.model.num_actions, r, own)
+            supervise(game.model.num_actions, all_layers - 1, lane(learner, n))
+        take_turn(learner.seeds[n], game.before + t + 1, lane(learner, n))
+    own, together = learner.own, data_of(learner, all_layers)
+    changed = learner.corruption, power(2.0, learner.layer[0] + 1.0)
+    plan_with_bounds(game.model, own, together, True, changed, learner.logarithm, learner)
+    for n in range(len(learner.seeds)):
+        find_possible(game.model.num_actions, lane(learner, n))
 
 
 @observe.register(CompiledLayers)
@@ -427,46 +416,48 @@ def _observe_in_layers(game: Game, t: int, tally: Tally, learner: Any, work: Wor
 
 
 @routine(inline=True)
-def data_of(own: CompiledLayers, r: int) -> Averages:
-    """The data of one layer of one seed, or of all layers."""
+def data_of(own: Any, r: int) -> Averages:
+    """The data of one layer, or of all layers."""
     return Averages(own.visits[r], own.losses[r], own.counts[r], own.mean[r], own.root[r])
 
 
 @routine(inline=True)
-def draw_layer(seed: int, t: int, layers: int) -> int:
-    """The layer of episode t for one seed, numbered from 0."""
-    number, layer, share = uniform(key_of(episode_key(seed, t), 0), 0), 0, 0.5
-    while layer < layers and number < share:
-        layer += 1
-        share *= 0.5
-    return layer if layer < layers else 0
+def take_turn(seed: int, t: int, learner: CompiledLayers) -> None:
+    """Draw the layer of episode t for one seed, and copy its data, since lanes differ in it."""
+    number, r, own = uniform(key_of(episode_key(seed, t), 0), 0), 0, learner.own
+    while r < len(learner.possible) and number < 0.5 ** (r + 1):
+        r += 1
+    r %= len(learner.possible)
+    learner.layer[0], entry, counts = float(r), learner.entry, learner.counts[r]
+    for i in range(len(own.visits)):
+        own.visits[i], learner.allowed[i] = learner.visits[r, i], learner.left[r, i]
+        own.mean[i], own.root[i] = learner.mean[r, i], learner.root[r, i]
+        if own.visits[i] > 0.0:
+            for e in range(entry[i], entry[i + 1]):
+                own.counts[e] = counts[e]
 
 
 @routine(inline=True)
-def allow(model: Model, layer: int, own: CompiledLayers) -> None:
-    """The actions that all slower layers found possible; if they leave none, the slowest count."""
-    allowed, possible, num_actions = own.allowed, own.possible, model.num_actions
-    for i in range(len(allowed)):
-        allowed[i] = 1.0 if model.exists[PAIR, i] else 0.0
-    for first in range(0, len(allowed), num_actions):
-        for r in range(len(possible) - 1, layer, -1):
-            left = 0.0
+def supervise(num_actions: int, slowest: int, own: CompiledLayers) -> None:
+    """Leave to faster layers what all slower ones found possible; if nothing, the slowest count."""
+    left, possible = own.left, own.possible
+    for first in range(0, len(own.allowed), num_actions):
+        for r in range(slowest, 0, -1):
+            most = 0.0
             for i in range(first, first + num_actions):
-                left = max(left, allowed[i] * possible[r, i])
+                most = max(most, left[r, i] * possible[r, i])
             for i in range(first, first + num_actions):
-                if left > 0.0:
-                    allowed[i] *= possible[r, i]
+                left[r - 1, i] = left[r, i] * (possible[r, i] if most > 0.0 else 1.0)
 
 
 @routine(inline=True)
-def find_possible(num_actions: int, r: int, own: CompiledLayers) -> None:
+def find_possible(num_actions: int, own: CompiledLayers) -> None:
     """The allowed actions of one seed whose lower bound is at most the smallest upper bound."""
-    allowed, bounds = own.allowed, own.bounds
+    allowed, bounds, r = own.allowed, own.bounds, int(own.layer[0])
     for first in range(0, len(allowed), num_actions):
         best = np.inf
         for i in range(first, first + num_actions):
-            if allowed[i] > 0.0:
-                best = min(best, bounds[UPPER, i])
+            best = min(best, bounds[UPPER, i] if allowed[i] > 0.0 else np.inf)
         for i in range(first, first + num_actions):
-            good = allowed[i] > 0.0 and bounds[LOWER, i] <= best
-            own.possible[r, i] = 1.0 if good else 0.0
+            own.possible[r, i] = 1.0 if allowed[i] > 0.0 and bounds[LOWER, i] <= best else 0.0
+    supervise(num_actions, r, own)

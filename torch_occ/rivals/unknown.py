@@ -122,10 +122,9 @@ class UnknownFTRL(CountingLearner):
 
         The regularizer is by default Tsallis() / InverseSqrt(1) + LogBarrier(1).
         """
-        if regularizer is None:
-            regularizer = Tsallis() / InverseSqrt(1.0) + LogBarrier(1.0)
-        widths = Widths.of("practical", mdp)
-        return cls(mdp, regularizer, widths=widths, bonus=True)
+        default = Tsallis() / InverseSqrt(1.0) + LogBarrier(1.0)
+        psi = default if regularizer is None else regularizer
+        return cls(mdp, psi, widths=Widths.of("practical", mdp), bonus=True)
 
     @classmethod
     def jin_huang_luo(cls, mdp: LayeredMDP, episodes: int | None = None) -> UnknownFTRL:
@@ -150,10 +149,9 @@ class UnknownFTRL(CountingLearner):
     def start(self, num_seeds: int) -> None:
         super().start(num_seeds)
         self.step.check_parameters()
-        zero, state = self._zeros(num_seeds), self.state
-        state["cumulative_loss"] = zero
+        zero = self.state["cumulative_loss"] = self._zeros(num_seeds)
         uniform = uniform_policy(self.mdp).expand_as(zero)
-        state["q"] = occupancy(self.believed(), uniform, in_order=True)
+        self.state["q"] = occupancy(self.believed(), uniform, in_order=True)
 
     def believed(self) -> LayeredMDP:
         """The MDP over whose occupancy measures the step is taken, a batch of N."""
@@ -212,16 +210,14 @@ def believe(learner: CompiledUnknown, work: Work) -> None:
     for k in range(layers):
         reach = widths.share * float(layers - 1 - k if widths.remaining else layers)
         for i in range(model.start[k] * num_actions, model.start[k + 1] * num_actions):
-            if learner.confidence.bonus and model.exists[at.PAIR, i]:
-                total = 0.0
-                for e in range(entry[i], entry[i + 1]):
-                    total += learner.widths[e]
+            total = 0.0
+            for e in range(entry[i], entry[i + 1] if model.exists[at.PAIR, i] else entry[i]):
+                total += learner.widths[e]
+                if k + 1 < layers:
+                    model.next_state[i, e - entry[i]] = learner.belief[e]
+                    model.arrivals[e - entry[i], i] = learner.belief[e]
+            if learner.confidence.bonus:
                 learner.bonus[i] = reach * min(widths.share * total, 1.0)
-    for i in range(model.start[-2] * model.num_actions):
-        if model.exists[at.PAIR, i]:
-            for e in range(entry[i], entry[i + 1]):
-                model.next_state[i, e - entry[i]] = learner.belief[e]
-                model.arrivals[e - entry[i], i] = learner.belief[e]
     occupy_by(model, learner.uniform, False, learner.solver.middle, work)
 
 

@@ -84,8 +84,7 @@ STATE_ROWS = 9
 P = 0  # the transitions
 FREE = 1  # the same where no bound is active, else zero
 
-_EPS = np.finfo(np.float64).eps
-_SMALLEST = np.finfo(np.float64).tiny
+_EPS, _SMALLEST = np.finfo(np.float64).eps, np.finfo(np.float64).tiny
 _SMALLEST_STEP = _SMALLEST / _EPS
 
 #: The smallest share of the growth that the slope promises with which a step is accepted, and how
@@ -233,9 +232,8 @@ def pass_forward(model: Model, entry: Ints, scratch: Scratch) -> Any:
     start, num_actions = model.start, model.num_actions
     pairs, states, depth, dual = scratch.pairs, scratch.states, len(model.start) - 1, 0.0
     for s in range(start[depth]):
-        states[OCCUPANCY, s] = 0.0
+        states[OCCUPANCY, s] = model.initial[s] if s < start[1] else 0.0
     for s in range(start[1]):
-        states[OCCUPANCY, s] = model.initial[s]
         dual += model.initial[s] * states[VALUE, s]
     for k in range(depth - 1):
         for i in range(start[k] * num_actions, start[k + 1] * num_actions):
@@ -350,9 +348,8 @@ def project(model: Model, learner: Any) -> tuple[Any, Any, Any, Any]:
         mass = 0.0
         for i in range(s * model.num_actions, (s + 1) * model.num_actions):
             if model.exists[PAIR, i]:
-                pairs[LOG_WEIGHT, i] = (
-                    log(learner.q[i]) - learner.learning_rate * learner.estimate[i]
-                )
+                loss = learner.learning_rate * learner.estimate[i]
+                pairs[LOG_WEIGHT, i] = log(learner.q[i]) - loss
                 mass += learner.q[i]
         states[TRIAL, s] = log(mass)
     status, steps = maximize(model, learner)
@@ -492,10 +489,8 @@ class UOBREPS(CountingLearner):
             )
         if not 0 < delta < 1:
             raise ValueError(f"delta: UOB-REPS needs a number in (0, 1), got {delta}")
-        pairs = self.mdp.num_pairs
-        printed = math.sqrt(
-            mdp.horizon * math.log(mdp.horizon * pairs / delta) / (episodes * pairs)
-        )
+        L, pairs = mdp.horizon, self.mdp.num_pairs
+        printed = math.sqrt(L * math.log(L * pairs / delta) / (episodes * pairs))
         self.episodes, self.delta = episodes, delta
         self.learning_rate = printed if learning_rate is None else learning_rate
         self.bias = printed if bias is None else bias
@@ -517,11 +512,9 @@ class UOBREPS(CountingLearner):
     def settings(self) -> dict[str, Any]:
         found = super().settings()
         start = np.array([0, *(here.stop for here in self.mdp.layer_slices)])
-        return found | {
-            "tolerance": self.options.tolerance_in(torch.float64),
-            "max_steps": self.options.max_steps,
-            "scratch": make_scratch(start, found["entry"]),
-        }
+        tolerance, steps = self.options.tolerance_in(torch.float64), self.options.max_steps
+        scratch = make_scratch(start, found["entry"])
+        return found | {"tolerance": tolerance, "max_steps": steps, "scratch": scratch}
 
 
 @propose.register(CompiledUOBREPS)

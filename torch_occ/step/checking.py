@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import flow_residual, interior_point, occupancy
 from torch_occ.regularizers.base import Regularizer
@@ -46,12 +47,10 @@ def check_regularizer(
         SolveError: if a step cannot be certified.
     """
     count = mdp.actions.numel()
-    if count > _MOST_PAIRS or mdp.batch_shape or mdp.dtype != torch.float64:
-        raise ValueError(
-            f"mdp: expected one MDP in double precision with at most {_MOST_PAIRS} pairs, got "
-            f"{count} pairs in {mdp.dtype} with the batch shape {tuple(mdp.batch_shape)}; "
-            "LayeredMDP.random(3, 3, 3) will do"
-        )
+    fine = count <= _MOST_PAIRS and not mdp.batch_shape and mdp.dtype == torch.float64
+    expected = f"one MDP in double precision with at most {_MOST_PAIRS} pairs"
+    given = f"{count} pairs in {mdp.dtype} with the batch shape {tuple(mdp.batch_shape)}"
+    check_that(fine, "mdp", expected, f"{given}; LayeredMDP.random(3, 3, 3) will do")
     generator = torch.Generator().manual_seed(seed)
     step = FTRLStep(mdp, regularizer, backend="torch")
     now = torch.as_tensor(step.episode(t), dtype=mdp.dtype)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numba import typeof
 from torch import Tensor
 
 from torch_occ._support import private
@@ -181,6 +182,7 @@ class CompiledStep:
         self.valid: list[Any] = []  # the last values of the parameters that were valid
         # Memory that no thread uses now, by the way of solving and the storage of transitions.
         self.free: dict[Any, list[tuple[kernels.Room, Work, Model]]] = defaultdict(list)
+        self.direct: dict[Any, Callable[..., None]] = {}  # kernels of a single problem
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle without scratch memory, so that a copy makes its own."""
@@ -462,7 +464,7 @@ class CompiledStep:
         self,
         world: MDPArrays,
         batch: torch.Size,
-        kernel: Callable[..., None],
+        kernel: Any,
         terms: Floats,
         entropies: Bools | None,
         num_budgets: int,
@@ -476,12 +478,13 @@ class CompiledStep:
         model, count = world.model, batch.numel()
         sizes = terms.shape[2], num_budgets
         if not batch:  # a single problem should not wait for Python
-            free = self.free[type(model.next_state), sizes]
-            try:
-                memory = free.pop()
-            except IndexError:
-                memory = _memory(model, sizes, 0, None)
-            kernel(model, self.kinds, terms, *arguments, _ONLY, 0, 1, *memory[:2], None)
+            free, memory = self._borrow(model, sizes, 0, None)
+            given = (model, self.kinds, terms, *arguments, _ONLY, 0, 1, *memory[:2], None)
+            # Numba would look at the types of all arguments; these decide, the others are the same.
+            key = kernel, type(model.next_state), num_budgets > 0, type(arguments[-3])
+            if key not in self.direct:
+                self.direct[key] = kernel.compile(tuple(map(typeof, given)))
+            self.direct[key](*given)
             free.append(memory)
             return
         owners = world.owners(batch) if world.batch_shape else None
@@ -498,13 +501,9 @@ class CompiledStep:
             order = arrays.order_of(entropies, lanes)
         groups = len(order) // (lanes or 1)
         threads = 1 if count < _ALONE else min(torch.get_num_threads(), groups)
-        free = self.free[way, lanes, type(model.next_state), sizes]
 
         def share(i: int) -> None:
-            try:
-                memory = free.pop()
-            except IndexError:
-                memory = _memory(model, sizes, way, lanes)
+            free, memory = self._borrow(model, sizes, way, lanes)
             room, work, own = memory
             given = model if owners is None else kernels.Models(*world.tables, owners, own)
             bounds = (i * groups // threads, (i + 1) * groups // threads)
@@ -515,6 +514,14 @@ class CompiledStep:
             free.append(memory)
 
         for_each(share, threads)
+
+    def _borrow(self, model: Model, *key: Any) -> tuple[list[Any], Any]:
+        """Take `_memory` for this model that no thread uses, from the list where to return it."""
+        free = self.free[type(model.next_state), *key]
+        try:
+            return free, free.pop()
+        except IndexError:
+            return free, _memory(model, *key)
 
     def systems(self, t: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tensor], Any]:
         """Return the function from q `(*batch, S, A)` to its linear system; plain tensors."""

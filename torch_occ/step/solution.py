@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from torch_occ._support import constants
-from torch_occ.mdp.checks import as_tensor, broadcast, check_table, check_that
+from torch_occ.mdp.checks import (
+    as_tensor,
+    broadcast,
+    check_dtype,
+    check_table,
+    check_that,
+    unexpected,
+)
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import optimal_policy
 
@@ -394,10 +401,8 @@ def check_probabilities(mdp: LayeredMDP) -> None:
 def check_layout(mdp: LayeredMDP, own: LayeredMDP) -> LayeredMDP:
     """Check that an MDP has the layout of the step's own one, and return it."""
     if mdp.layer_sizes != own.layer_sizes or not torch.equal(mdp.actions, own.actions):
-        raise ValueError(
-            f"mdp: expected the layout of {own}, got {mdp}; "
-            "make it with mdp.with_transitions, or make another FTRLStep"
-        )
+        advice = "make it with mdp.with_transitions, or make another FTRLStep"
+        raise unexpected("mdp", f"the layout of {own}", f"{mdp}; {advice}")
     return mdp
 
 
@@ -408,10 +413,8 @@ def check_batches(shapes: Mapping[str, torch.Size]) -> None:
         try:
             batch = broadcast(batch, shape)
         except RuntimeError:
-            raise ValueError(
-                f"{name}: expected a batch shape that broadcasts against {tuple(batch)}, "
-                f"got {tuple(shape)}"
-            ) from None
+            expected = f"a batch shape that broadcasts against {tuple(batch)}"
+            raise unexpected(name, expected, tuple(shape)) from None
 
 
 def check_like(name: str, x: Tensor, mdp: LayeredMDP) -> None:
@@ -419,11 +422,7 @@ def check_like(name: str, x: Tensor, mdp: LayeredMDP) -> None:
     check_table(name, x, mdp)
     if x.layout is not torch.strided:
         raise ValueError(f"{name}: is a tensor of layout {x.layout}; convert it with .to_dense()")
-    if x.dtype != mdp.dtype or x.device != mdp.device:
-        raise ValueError(
-            f"{name}: is {x.dtype} on {x.device}, the MDP {mdp.dtype} on {mdp.device}; "
-            "convert one of them"
-        )
+    check_dtype(name, x, mdp, "the MDP")
 
 
 def check_values(mdp: LayeredMDP, loss: Tensor, start: Tensor, t: Tensor, *, zeros: bool) -> None:

@@ -177,11 +177,8 @@ class _FeatureSearch:
             #: The features without F, where the search starts.
             self.first = self.gather(self.step.solve(self.loss, t, check=False).q)
         value = self.utility(self.first)
-        if value.shape != batch:
-            raise ValueError(
-                f"utility: expected shape {tuple(batch)} for z of shape "
-                f"{tuple(self.first.shape)}, got {tuple(value.shape)}"
-            )
+        expected = f"shape {tuple(batch)} for z of shape {tuple(self.first.shape)}"
+        check_that(value.shape == batch, "utility", expected, tuple(value.shape))
         if not bool(torch.isfinite(value).all()):
             z = self.first[~torch.isfinite(value)][0].tolist()
             raise ValueError(f"utility: not finite at the features {z} of a policy")
