@@ -21,12 +21,11 @@ sum rho(s,a|s') (P(.|s,a) - P_pi(.|s)) / w. Then d(g - log u) / dg is the Jacobi
 
     J = I + kappa (I - rho_pi)^-1 C (I - P_pi)^-1,
 
-whose eigenvalues are at least 1, as it is similar to the matrix M of torch_occ.step.system. The
-equations are nearly piecewise linear, so full steps are taken. From remote starts they may cycle.
-So after FULL_STEPS iterations, half of a long step is taken back, up to four times, if it did not
-reduce |log u - g|. If kappa > w, as in mean-field games, log pi changes kappa / w times as fast as
-g. Then w is lowered from kappa in stages, each started by extrapolation: g is nearly linear in w.
-J is inverted layer by layer.
+inverted layer by layer. Its eigenvalues are at least 1: see the matrix M of torch_occ.step.system.
+The equations are nearly piecewise linear, so full steps are taken, which may cycle. So after
+FULL_STEPS iterations, half of a long step that did not reduce |log u - g| is taken back, up to four
+times. If kappa > w, as in mean-field games, log pi changes kappa / w times as fast as g. Then w is
+lowered from kappa in stages, each started by extrapolation: g is nearly linear in w.
 
 **Derivatives.** The equations are made of differentiable operations. Three Newton steps from the
 solution, g + J^-1 (log u - g) with a constant J, leave the value g unchanged and give its first
@@ -322,7 +321,6 @@ def _iterate(
         if not bool(running.any()):
             break
         size = (off / unit).square().sum(-1)
-        # Half of a long step is taken back, up to four times, if it was no progress.
         back = (count > FULL_STEPS) & (moved > 0.1) & (length > 0.1) & ~(size < before)
         length = torch.where(back, length / 2, 1.0)
         before, step = merge(back, (before, step), (size, error))
