@@ -131,6 +131,18 @@ def test_what_was_wrong_once(family, kind, seed, number, batch):
     assert found.wrong == found.unjudged == 0
 
 
+def test_budgets_that_leave_little_room():
+    """Rounding errors of three of them may have any signs, and no multiplier becomes infinite."""
+    random, (mdp, _) = np.random.default_rng(0), bandit(0.0, 0.0, 0.0)
+    losses, costs = 20 * random.random((16, 1, 3)), random.random((16, 3, 1, 3))
+    ones, limits = np.ones(16), (costs * [1e-6, 1e-6, 1 - 2e-6]).sum((-2, -1))
+    batch = Batch("conditional_entropy", mdp, losses, ones, {"gamma": ones}, None, costs, limits)
+    found, _ = try_batch(random, batch, "auto")
+    assert found.judged == found.certified > found.wrong == 0
+    random = np.random.default_rng([7, 11, 1047])
+    assert bool(draw(random, "log_barrier", "budgets", 2).solve("auto").converged[0])
+
+
 def test_problems_are_kept_as_they_are(tmp_path):
     random = np.random.default_rng(5)
     for family in FAMILIES:

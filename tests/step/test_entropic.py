@@ -29,6 +29,7 @@ def tree() -> occ.LayeredMDP:
 
 
 MODELS = {"random": lambda: MDP, "masked": lambda: masked().mdp, "tree": tree}
+MODELS |= {"sparse": MDP.to_sparse}
 
 ENTROPIES = {
     "shannon": occ.Shannon() / occ.Constant(0.7),
@@ -78,15 +79,13 @@ def test_solutions_have_all_their_digits(model, psi, scale):
     psi = per_state(mdp) if psi == "per_state" else ENTROPIES[psi]
     loss = random_loss(mdp, scale, seed=1)
     with mp.workdps(60):
-        exact = solve_exactly(mdp, loss, *constants(psi, 3.0))
+        exact = solve_exactly(mdp.to_dense(), loss, *constants(psi, 3.0))
         size = max(abs(v) for v in exact.value)
         for solution in solve_both(psi, mdp, loss, 3.0):
             assert worst_error(solution.q, exact) < 1e-12
             values = zip(solution.value.tolist(), exact.value, strict=True)
             assert max(abs(found - v) for found, v in values) < 1e-14 * size
     assert (solution.q[~mdp.actions] == 0).all()
-    if scale > 1e4:
-        assert (solution.q[mdp.actions] == 0).any()
 
 
 def test_starts_may_have_zeros_and_do_not_matter():
@@ -96,9 +95,8 @@ def test_starts_may_have_zeros_and_do_not_matter():
         cold = step.solve(loss).q.detach()
         assert (cold == 0).any()
         for start in (cold, torch.zeros_like(loss), torch.full_like(loss, 1e-300)):
-            torch.testing.assert_close(
-                step.solve(loss, warm_start=start).q, cold, rtol=1e-12, atol=0
-            )
+            found = step.solve(loss, warm_start=start).q
+            torch.testing.assert_close(found, cold, rtol=1e-12, atol=0)
 
 
 def test_warm_starts_need_few_steps():
@@ -106,28 +104,6 @@ def test_warm_starts_need_few_steps():
     loss = random_loss(MDP, 30.0)
     warm = step.solve(loss * 1.001, warm_start=step(loss).detach())
     assert warm.steps <= 2
-
-
-def test_single_precision():
-    mdp, loss = MDP.to(dtype=torch.float32), random_loss(MDP, 300.0)
-    psi = occ.Shannon() / occ.Constant(0.7)
-    expected = occ.FTRLStep(MDP, psi)(loss).detach()
-    found = occ.FTRLStep(mdp, psi.to(torch.float32))(loss.float()).detach()
-    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-6)
-
-
-def test_sparse_models_are_solved_in_logarithms_too():
-    sparse, loss = MDP.to_sparse(), random_loss(MDP, 1e4)
-    for psi in ENTROPIES.values():
-        expected = occ.FTRLStep(MDP, psi, backend="engine")(loss, 1)
-        for backend in ("torch", "engine"):
-            found = occ.FTRLStep(sparse, psi, backend=backend)(loss, 1)
-            torch.testing.assert_close(found, expected, rtol=1e-11, atol=0)
-    thin, loss = tree().to_sparse(), random_loss(tree(), 1e6)
-    found, expected = (
-        solve_both(ENTROPIES["shannon"], mdp, loss, 1.0)[1] for mdp in (thin, tree())
-    )
-    torch.testing.assert_close(found.value, expected.value, rtol=1e-13, atol=0)
 
 
 def test_wide_models_say_so_when_a_whole_state_is_lost():
@@ -158,7 +134,9 @@ def differences(
     ends = []
     for sign in (1, -1):
         moved = [[x + sign * h * d for x, d in zip(*row, strict=True)] for row in rows]
-        ends.append(solve_exactly(mdp, moved, weight + sign * h * push, price + sign * h * push))
+        ends.append(
+            solve_exactly(mdp.to_dense(), moved, weight + sign * h * push, price + sign * h * push)
+        )
     slope_q = [
         [float((mp.exp(a) - mp.exp(b)) / (2 * h)) for a, b in zip(*pair, strict=True)]
         for pair in zip(ends[0].log_q, ends[1].log_q, strict=True)
@@ -207,7 +185,7 @@ def test_first_derivatives(model, scale, backend):
 
 def test_nothing_is_nan_where_everything_has_fallen_to_zero():
     for backend in ("torch", "engine"):
-        for mdp in (MDP, tree()):
+        for mdp in (MDP, tree(), tree().to_sparse()):
             loss = random_loss(mdp, 1e9).requires_grad_()
             step = occ.FTRLStep(mdp, ENTROPIES["shannon"], backend=backend)
             solution = step.solve(loss)

@@ -35,6 +35,7 @@ from torch_occ.engine.layout import (
     GRADIENT,
     GUESSED,
     KEPT,
+    LIFT,
     OTHERS,
     PAIR,
     PLAN,
@@ -92,7 +93,7 @@ from torch_occ.engine.shaping import shape_loss, shape_rarely
 LOG_POLICY = GRADIENT  # of pairs: log pi
 GUESS = SLOPE  # of states: the guess of log u
 FOUND = OTHERS  # of states: log u from the forward pass
-WEIGHT = FITTED  # of states: w
+WEIGHT, LAST = FITTED, LIFT  # of states: w, and the last step of the guess
 RARE = 1e-40  # conjugate gradients do not see rarer states
 
 
@@ -286,8 +287,7 @@ def certify_logs(model: Model, price: Any, fine: Any, work: Work) -> tuple[Any, 
                 close = close & (states[U, s] > SMALLEST)
                 counts = fine & ((pairs[PAIR, i] > SMALLEST) | close)
                 rounding = max(rounding, where(counts, error, 0.0))
-        error = abs(total - states[U, s]) / states[U, s]
-        flow = max(flow, where(log_u > LOG_DEAD, error, 0.0))
+        flow = max(flow, where(log_u > LOG_DEAD, abs(total - states[U, s]) / states[U, s], 0.0))
     return max(dual, rounding), flow
 
 
@@ -412,6 +412,9 @@ def settle(
     terms, weights, tolerance, max_steps, _, _ = solver
     stale, status, steps, patience = work.notes[ERROR], MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
     best, decrement, solved, (weight, price) = np.inf, 0.0, running, entropy_of(terms, weights)
+    length, before, moved, left = 1.0, np.inf, np.inf, 0.0
+    # The relative change of a policy is that of log u in all layers behind, added up.
+    reach = max(price / weight * (len(model.start) - 1), 1.0)
     refresh = not (stale <= usable(work.notes[RECENT]))
     fine = not (EPS * shape_loss(model, loss, work) <= COARSE * tolerance * weight)
     if anywhere(fine):
@@ -454,9 +457,8 @@ def settle(
             for s in range(states.shape[1]):
                 states[V, s] = 0.0  # the start of an iterative solver
                 states[M, s] = (states[GUESS, s] - states[FOUND, s]) * states[0, s]
-                force = -price * (states[FOUND, s] - states[GUESS, s])
                 for i in span(s * num_actions, (s + 1) * num_actions):
-                    pairs[FORCE, i] = force
+                    pairs[FORCE, i] = price * (states[GUESS, s] - states[FOUND, s])
                     pairs[AHEAD, i] = 0.0
             solve(model, None, work, states[M])
             for s in range(states.shape[1]):
@@ -466,39 +468,44 @@ def settle(
             if lane(dead, n):
                 turn_dead(lane(model, n), lane(weight, n), lane(price, n), lane(work, n))
         stale = where(dead, np.inf, stale)
-        squared, moved = 0.0, 0.0
+        squared, size, change = 0.0, 0.0, 0.0
         for s in range(states.shape[1]):
-            off = states[FOUND, s] - states[GUESS, s]
-            step = off + states[M, s]
+            off, scale = states[FOUND, s] - states[GUESS, s], 1.0 / unit(states[FOUND, s])
+            states[M, s] += off
             squared -= price * off * states[U, s]
-            moved = max(moved, abs(step) / unit(states[FOUND, s])) + (step - step)
+            size += off * scale * (off * scale)
+            change = max(change, abs(states[M, s]) * scale) + (states[M, s] - states[M, s])
+        # Half of a long step is taken back, up to four times, if it was no progress.
+        back = (steps > FULL_STEPS) & (moved > 0.1) & (length > 0.1) & (not (size < before))
+        length, moved = where(back, 0.5 * length, 1.0), where(back, 1.0, change)
+        before = where(back, before, size)
         status = where(running & (not finite(moved)), NOT_FINITE, status)
         running = running & finite(moved)
         decrement = where(running, squared, decrement)
-        length = where((steps < FULL_STEPS) | (moved < 0.1), 1.0, 0.5)
         for s in range(states.shape[1]):
-            step = length * (states[FOUND, s] - states[GUESS, s] + states[M, s])
+            states[LAST, s] = where(back, states[LAST, s], states[M, s])
+            step = where(back, -length, 1.0) * states[LAST, s]
             states[GUESS, s] = where(running, states[GUESS, s] + step, states[GUESS, s])
-        progress = (moved < 0.5 * best) | (moved > 0.1)
-        patience = where(progress, STALL_AFTER, patience - 1.0)
+        patience = where((moved < 0.5 * best) | (moved > 0.1), STALL_AFTER, patience - 1.0)
         best = min(best, moved)
-        done = (patience == 0.0) | ((moved <= ROOT_EPS) & ((not alive) | (stale * moved <= LEFT)))
+        following = (where(alive, stale, 0.0) + reach * moved) * moved
+        left = where(running, reach * following, left)
+        done = (patience == 0.0) | ((moved <= ROOT_EPS) & (left <= LEFT))
         recent = max(moved, 0.9 * work.notes[RECENT])
         work.notes[RECENT] = where(running & (steps == 0.0), recent, work.notes[RECENT])
         status = where(running & done, STALLED, status)  # until certified below
         steps = where(running, steps + 1.0, steps)
-        following = (stale + moved) * moved
-        stale = where(running, stale + 2.0 * moved, stale)
+        stale = where(running, stale + 2.0 * reach * moved, stale)
         refresh = not (stale * following <= LIKELY)
         running = running & (not done) & (steps < max_steps)
     work.notes[ERROR] = where(solved, stale, work.notes[ERROR])
     work.notes[GUESSED] = where(solved, 1.0, work.notes[GUESSED])
     work.notes[ROOTED] = where(solved, 0.0, work.notes[ROOTED])
     dual, flow = certify_logs(model, price, fine, work)
-    good = (status == STALLED) & (dual <= tolerance) & (flow <= tolerance)
+    good = (status == STALLED) & (dual <= tolerance) & (flow <= tolerance) & (left <= tolerance)
     for s in range(states.shape[1]):
         states[V, s] += states[PLAN, s]
-    return where(good, CONVERGED, status), steps, sqrt(max(decrement, 0.0)), flow, dual
+    return where(good, CONVERGED, status), steps, sqrt(max(decrement, 0.0)), flow, max(dual, left)
 
 
 # -- Linear systems: the derivatives of a step -----------------------------------------------------

@@ -386,7 +386,7 @@ def descend_within(
         put_prices(budgets, loss)
         found = descend(model, solver, budgets.priced, running, work)
         error = spend(budgets, work)
-        residual = max(found[4], error_of(model, budgets, work))
+        residual = max(found[4], error_of(budgets, 4.0 * EPS + found[3], work))
         solved = (found[0] == CONVERGED) & (error <= tolerance)
         good = solved & (residual <= tolerance) & (budgets.rows[SWUNG, 0] <= most)
         outcome = where(good, CONVERGED, where(found[0] == CONVERGED, STALLED, found[0]))
@@ -529,7 +529,7 @@ def put_prices(budgets: Any, loss: Floats) -> None:
 @routine
 def spend(budgets: Any, work: Work) -> Any:
     """Write G q - h into EXCESS and its size into SIZE; return the largest relative violation."""
-    rows, error, bad = budgets.rows, 0.0, 0.0
+    rows, error = budgets.rows, 0.0
     for j in range(len(budgets.limits)):
         spent, size = 0.0, abs(budgets.limits[j])
         for i in range(work.pairs.shape[1]):
@@ -538,27 +538,29 @@ def spend(budgets: Any, work: Work) -> Any:
         excess = spent - budgets.limits[j]
         rows[EXCESS, j], rows[SIZE, j] = excess, size
         violation = where(budgets.y[j] > 0.0, abs(excess), max(excess, 0.0))
-        error = max(error, violation / max(size, TINY))
-        bad += excess - excess  # 0 unless something is not finite
-    return error + bad
+        # The difference is 0 unless something is not finite.
+        error = max(error, violation / max(size, TINY)) + (excess - excess)
+    return error
 
 
 @routine
-def error_of(model: Model, budgets: Any, work: Work) -> Any:
+def error_of(budgets: Any, rounding: Any, work: Work) -> Any:
     """The relative error of q that remains since budgets are met only up to rounding.
 
     The form of `_MultiplierSearch.error_of` in torch_occ.step.budgets.
     """
-    rows, worst = budgets.rows, 0.0
-    for j in range(len(budgets.limits)):
-        noise = max(abs(rows[EXCESS, j]), 4.0 * EPS * rows[SIZE, j])
-        rows[CHANGE, j] = where(rows[EXCESS, j] < 0.0, -noise, noise)
-        rows[POSITIVE, j] = where(budgets.y[j] > 0.0, 1.0, 0.0)
-    solve_positive(budgets)
-    for i in range(work.pairs.shape[1]):
-        if model.exists[at.PAIR, i]:
+    pairs, rows, m, worst = work.pairs, budgets.rows, len(budgets.limits), 0.0
+    for j in range(m):
+        for k in range(m):
+            noise = max(abs(rows[EXCESS, k]), rounding * rows[SIZE, k])
+            rows[CHANGE, k] = noise if k == j else 0.0 * noise
+            rows[POSITIVE, k] = where(budgets.y[k] > 0.0, 1.0, 0.0)
+        solve_positive(budgets)
+        for i in range(pairs.shape[1]):
             change = 0.0
-            for j in range(len(budgets.limits)):
-                change += budgets.response[j, i] * rows[CHANGE, j]
-            worst = max(worst, abs(change) / max(work.pairs[at.PAIR, i], TINY / EPS))
+            for k in range(m):
+                change += budgets.response[k, i] * rows[CHANGE, k]
+            pairs[at.TRIAL, i] = abs(change) + (pairs[at.TRIAL, i] if j > 0 else 0.0)
+    for i in range(pairs.shape[1]):
+        worst = max(worst, pairs[at.TRIAL, i] / max(pairs[at.PAIR, i], TINY / EPS))
     return worst

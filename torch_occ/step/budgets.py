@@ -169,9 +169,8 @@ class _MultiplierSearch:
         totals = sums.reshape(-1, 2 * self.count).numpy(force=True)
         excess = totals[:, : self.count] - self.limits
         size = totals[:, self.count :] + np.abs(self.limits)
-        marks = found.certificate.reshape(-1, 5).numpy(force=True)
-        proof = np.zeros_like(y)
-        return _Point(found, y, excess, size, marks[:, 1], marks[:, 0], marks[:, 4], proof)
+        status, steps, *_, dual = found.certificate.reshape(-1, 5).numpy(force=True).T
+        return _Point(found, y, excess, size, steps, status, dual, np.zeros_like(y))
 
     def respond(self, q: Tensor) -> tuple[Tensor, Array]:
         """Return Pi G', `(*batch, m, S, A)`, and G Pi G', `(N, m, m)`, at q."""
@@ -251,15 +250,17 @@ class _MultiplierSearch:
     def error_of(self, now: _Point, response: Tensor, curvature: Array) -> Array:
         """Return the relative error of q that remains, since a budget is met only up to rounding.
 
-        It is the change of q that would remove the violation, or the rounding error of its sum.
-        Where budgets leave little room, q answers strongly.
+        It is the change of q that would remove the violations, or the rounding errors of the sums
+        and of q(s), whatever their signs. Where budgets leave little room, q answers strongly.
         """
         positive, exists = now.y > 0, self.setting.mdp.actions
-        noise = np.fmax(np.abs(now.excess), 4 * self.eps * now.size)
-        noise = np.where(positive, np.copysign(noise, now.excess), 0.0)
+        flow = now.solution.flow_residual.reshape(-1, 1).numpy(force=True)
+        noise = np.fmax(np.abs(now.excess), (4 * self.eps + flow) * now.size)
         C, scale = _scaled(curvature, curvature.diagonal(0, -2, -1), self.eps)
-        step = _solve_positive(C, noise * scale, positive) * scale
-        change = (response * over(self.tensor(step), 2)).sum(-3).abs()
+        change = torch.zeros_like(now.solution.q)
+        for column in np.eye(self.count)[:, None] * (noise * scale):  # (m, N, m)
+            step = self.tensor(_solve_positive(C, column, positive) * scale)
+            change += (response * over(step, 2)).sum(-3).abs()
         change = change / torch.where(exists, raised(now.solution.q), torch.inf)
         return change.amax((-2, -1)).reshape(-1).numpy(force=True)
 
@@ -276,7 +277,7 @@ class _MultiplierSearch:
             slope = (trial.excess * step).sum(-1)
             slope = np.where(trial.status == Status.CONVERGED, slope, -np.inf)
             above = slope < 0
-            far = (error > self.tolerance) & (slope < -0.1 * climb)
+            far = (error > self.tolerance) & (slope < -0.1 * np.abs(climb))
             # Slopes that are positive again after a bracket was found: go on towards the zero.
             far = running & (far | ((high < np.inf) & (slope > 0.5 * climb)))
             far = far & (high - low > 1e-14 * low)

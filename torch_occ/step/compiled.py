@@ -605,8 +605,8 @@ def sweeps(states: SeparableStates, mdp: LayeredMDP) -> Sweep:
             """Return one row per element of the batch, or a single row if all share it."""
             return rows(part, batch, dims).reshape(-1, part.shape[-dims:].numel())
 
-        du = z.new_zeros(*batch, mdp.num_states) if r is None else r.expand(*batch, -1).clone()
-        v, within = torch.empty_like(du), z.new_empty(*batch, *mdp.actions.shape)
+        du, v = (z.new_zeros(*batch, mdp.num_states) for _ in range(2))
+        du, within = du if r is None else du.add_(r), z.new_empty(*batch, *mdp.actions.shape)
         force = np.zeros((1, 0)) if x is None else flat(x, 2)
         parts: Any = tuple(flat(*part) for part in own)
         out: Any = tuple(part.view(batch.numel(), -1).numpy() for part in (v, within, du))

@@ -21,19 +21,20 @@ sum rho(s,a|s') (P(.|s,a) - P_pi(.|s)) / w. Then d(g - log u) / dg is the Jacobi
 
     J = I + kappa (I - rho_pi)^-1 C (I - P_pi)^-1,
 
-whose eigenvalues are at least 1, as it is similar to the matrix M of torch_occ.step.system. The
-equations are nearly piecewise linear, so full steps are taken. From remote starts they may cycle,
-so after FULL_STEPS iterations the step length is 1/2 until the steps are small. If kappa > w, as in
-mean-field games, log pi changes kappa / w times as fast as g. Then w is lowered from kappa in
-stages, each started by extrapolation: g is nearly linear in w. J is inverted layer by layer.
+inverted layer by layer. Its eigenvalues are at least 1: see the matrix M of torch_occ.step.system.
+The equations are nearly piecewise linear, so full steps are taken, which may cycle. So after
+FULL_STEPS iterations, half of a long step that did not reduce |log u - g| is taken back, up to four
+times. If kappa > w, as in mean-field games, log pi changes kappa / w times as fast as g. Then w is
+lowered from kappa in stages, each started by extrapolation: g is nearly linear in w.
 
 **Derivatives.** The equations are made of differentiable operations. Three Newton steps from the
 solution, g + J^-1 (log u - g) with a constant J, leave the value g unchanged and give its first
 three derivatives with respect to the loss, w, kappa and the probabilities. Entries of q that
 underflow have the derivative 0. The derivative of v is right even where all of q(s) underflows.
 
-**Certificate.** The dual residual is kappa / w |log u - g|, the error of log q; if kappa > w,
-kappa / w |J^-1 (log u - g)|. In dead states, log u < log DEAD, it is relative to log u.
+**Certificate.** The error of g is e = J^-1 (log u - g). That of log pi, (P v - P_pi v) / w with
+v = kappa e + P_pi v, adds up over the layers behind. The dual residual is the largest error of
+log q that they leave, and kappa / w |e|. In dead states, log u < log DEAD, it is relative to log u.
 """
 
 from __future__ import annotations
@@ -283,8 +284,7 @@ def settle(
         reached = guess, there, level, lower
         older, guess, before, level = merge(good, reached, (older, guess, before, level))
     # Where the stages ran out, the solution may belong to a larger w.
-    status = solution.certificate[..., 0]
-    solution.certificate[..., 0] = torch.where(ended, status, float(Status.MAX_STEPS))
+    solution.certificate[..., 0].masked_fill_(~ended, float(Status.MAX_STEPS))
     return found, solution
 
 
@@ -309,25 +309,27 @@ def _iterate(
     enough, centred = torch.where(precise, eps**0.5, 0.1), conserves_mass(mdp)
     # How much log q changes with g, at least.
     share = (entropy.price / entropy.weight).squeeze(-1)
-    scale = share.clamp(min=1.0)
     status = torch.full(guess.shape[:-1], Status.MAX_STEPS, device=guess.device)
     steps, patience = torch.zeros_like(status), torch.full_like(status, STALL_AFTER)
-    best = torch.full_like(guess[..., 0], torch.inf)
-    decrement = torch.zeros_like(best)
+    best, decrement = torch.full_like(share, torch.inf), torch.zeros_like(share)
     running, count = most > 0, 0
+    step, length, before, moved = guess, torch.ones_like(best), best, best
     while True:
         found = unfold(mdp, loss, entropy, guess, centred)
-        off = found.log_state - guess
+        off, unit = found.log_state - guess, error_unit(found.log_state)
+        error = invert_jacobian(mdp, entropy, found)(off)
         if not bool(running.any()):
             break
-        step = invert_jacobian(mdp, entropy, found)(off)
-        moved = scale * (step.abs() / error_unit(found.log_state)).amax(-1)
+        size = (off / unit).square().sum(-1)
+        back = (count > FULL_STEPS) & (moved > 0.1) & (length > 0.1) & ~(size < before)
+        length = torch.where(back, length / 2, 1.0)
+        before, step = merge(back, (before, step), (size, error))
+        moved = torch.where(back, 1.0, share.clamp(min=1) * (error / unit).abs().amax(-1))
         status = torch.where(running & ~moved.isfinite(), Status.NOT_FINITE, status)
         running = running & moved.isfinite()
-        length = torch.where((moved < 0.1) | (count < FULL_STEPS), 1.0, 0.5)
-        ahead = guess + length.unsqueeze(-1) * step
+        ahead = guess + over(torch.where(back, -length, 1.0), 1) * step
         guess = torch.where(running.unsqueeze(-1), ahead, guess)
-        squared = (entropy.price * off * (off - step) * found.log_state.exp()).sum(-1)
+        squared = (entropy.price * off * (off - error) * found.log_state.exp()).sum(-1)
         decrement = torch.where(running, squared, decrement)
         steps += running
         patience = torch.where((moved < 0.5 * best) | (moved > 0.1), STALL_AFTER, patience - 1)
@@ -336,20 +338,17 @@ def _iterate(
         status = torch.where(done, Status.STALLED, status)  # until certified below
         running, count = running & ~done & (steps < most), count + 1
 
-    q = occupancy_of(mdp, found.log_policy)
-    # An error of g changes Q by kappa times it, and log pi by kappa / w times it. If kappa <= w,
-    # log u - g is not smaller than the error of g; else it may be much larger.
-    large = entropy.price > entropy.weight
-    if bool(large.any()):
-        error = invert_jacobian(mdp, entropy, found)(off)
-        off = torch.where(large, error, off)
-        # The multipliers have the rounding errors of kappa g.
-        noise = eps / 2 * flow_of(mdp).lookahead(torch.where(large, entropy.price * guess.abs(), 0))
-        noise = torch.where(q > torch.finfo(q.dtype).tiny, noise, 0.0)
-        shaped = shaped._replace(rounding=shaped.rounding + noise)
-    dual = share * (off.abs() / error_unit(found.log_state)).amax(-1)
+    q, flow_on = occupancy_of(mdp, found.log_policy), flow_of(mdp)
+    policy = found.log_policy.exp()
+    bent = flow_on.lookahead(flow_on.backward(policy, entropy.price * error))
+    bent = (bent - (policy * bent).sum(-1, True)) / over(entropy.weight, 1) + over(off - error, 1)
+    # The multipliers have the rounding errors of kappa g.
+    noise = eps / 2 * flow_on.lookahead(entropy.price * guess.abs())
+    bent, noise = (torch.where(q > torch.finfo(q.dtype).tiny, x, 0.0) for x in (bent, noise))
+    shaped = shaped._replace(rounding=shaped.rounding + noise)
+    dual = torch.maximum(share * (error / unit).abs().amax(-1), bent.abs().amax((-2, -1)))
     dual = torch.maximum(dual, rounding_error(shaped, q, entropy.weight))
-    flow = _flow_error(q, flow_of(mdp).inflow(q) + flow_source(mdp))
+    flow = _flow_error(q, flow_on.inflow(q) + flow_source(mdp))
     certified = (dual <= tolerance) & (flow <= tolerance) & q.isfinite().all(-1).all(-1)
     status = torch.where((status == Status.STALLED) & certified, Status.CONVERGED, status)
     numbers = (status.to(q), steps.to(q), decrement.clamp(min=0).sqrt(), flow, dual)
@@ -439,11 +438,10 @@ class Entropic:
         guess = start.sum(-1).clamp(min=torch.finfo(loss.dtype).tiny).log()
         guess = guess.expand_as(shaped.value)
         if self.closed:
-            tolerance = self.options.tolerance_in(loss.dtype)
             plan = plan_softly(mdp, shaped.gaps, entropy.weight)
             flow, rounding = plan.errors()
             dual = rounding + rounding_error(shaped, plan.q, entropy.weight)
-            good = (flow <= tolerance) & (dual <= tolerance)
+            good = torch.maximum(flow, dual) <= self.options.tolerance_in(loss.dtype)
             status = torch.where(good, Status.CONVERGED, Status.STALLED).to(flow)
             marks = (status, torch.ones_like(flow), torch.zeros_like(flow), flow, dual)
             solution = Solution(plan.q, plan.value, torch.stack(marks, -1))
