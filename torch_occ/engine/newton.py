@@ -386,7 +386,7 @@ def descend_within(
         put_prices(budgets, loss)
         found = descend(model, solver, budgets.priced, running, work)
         error = spend(budgets, work)
-        residual = max(found[4], error_of(budgets, 4.0 * EPS + found[3], work))
+        residual = max(found[4], error_of(budgets, 2.0 * EPS + found[3], work))
         solved = (found[0] == CONVERGED) & (error <= tolerance)
         good = solved & (residual <= tolerance) & (budgets.rows[SWUNG, 0] <= most)
         outcome = where(good, CONVERGED, where(found[0] == CONVERGED, STALLED, found[0]))
@@ -550,10 +550,10 @@ def error_of(budgets: Any, rounding: Any, work: Work) -> Any:
     The form of `_MultiplierSearch.error_of` in torch_occ.step.budgets.
     """
     pairs, rows, m, worst = work.pairs, budgets.rows, len(budgets.limits), 0.0
-    for j in range(m):
+    for j in range(m + 1):
         for k in range(m):
-            noise = max(abs(rows[EXCESS, k]), rounding * rows[SIZE, k])
-            rows[CHANGE, k] = noise if k == j else 0.0 * noise
+            noise = (1.0 if k == j else 0.0) * rounding * rows[SIZE, k]
+            rows[CHANGE, k] = noise if j < m else rows[EXCESS, k]
             rows[POSITIVE, k] = where(budgets.y[k] > 0.0, 1.0, 0.0)
         solve_positive(budgets)
         for i in range(pairs.shape[1]):

@@ -250,16 +250,16 @@ class _MultiplierSearch:
     def error_of(self, now: _Point, response: Tensor, curvature: Array) -> Array:
         """Return the relative error of q that remains, since a budget is met only up to rounding.
 
-        It is the change of q that would remove the violations, or the rounding errors of the sums
+        It is the change of q that would remove the violations, and the rounding errors of the sums
         and of q(s), whatever their signs. Where budgets leave little room, q answers strongly.
         """
         positive, exists = now.y > 0, self.setting.mdp.actions
         flow = now.solution.flow_residual.reshape(-1, 1).numpy(force=True)
-        noise = np.fmax(np.abs(now.excess), (4 * self.eps + flow) * now.size)
+        noise = (2 * self.eps + flow) * now.size * np.eye(self.count)[:, None]
         C, scale = _scaled(curvature, curvature.diagonal(0, -2, -1), self.eps)
         change = torch.zeros_like(now.solution.q)
-        for column in np.eye(self.count)[:, None] * (noise * scale):  # (m, N, m)
-            step = self.tensor(_solve_positive(C, column, positive) * scale)
+        for column in (now.excess, *noise):  # (N, m)
+            step = self.tensor(_solve_positive(C, column * scale, positive) * scale)
             change += (response * over(step, 2)).sum(-3).abs()
         change = change / torch.where(exists, raised(now.solution.q), torch.inf)
         return change.amax((-2, -1)).reshape(-1).numpy(force=True)

@@ -342,9 +342,9 @@ def _iterate(
     policy = found.log_policy.exp()
     bent = flow_on.lookahead(flow_on.backward(policy, entropy.price * error))
     bent = (bent - (policy * bent).sum(-1, True)) / over(entropy.weight, 1) + over(off - error, 1)
-    # The multipliers have the rounding errors of kappa g.
     noise = eps / 2 * flow_on.lookahead(entropy.price * guess.abs())
     bent, noise = (torch.where(q > torch.finfo(q.dtype).tiny, x, 0.0) for x in (bent, noise))
+    bent = torch.where(over(entropy.price > entropy.weight, 1), 0.0, bent)
     shaped = shaped._replace(rounding=shaped.rounding + noise)
     dual = torch.maximum(share * (error / unit).abs().amax(-1), bent.abs().amax((-2, -1)))
     dual = torch.maximum(dual, rounding_error(shaped, q, entropy.weight))
