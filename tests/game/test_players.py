@@ -93,7 +93,7 @@ def test_a_run_continues_where_it_was_interrupted(name, tmp_path):
             if run.t > 4000:
                 raise KeyboardInterrupt
 
-    entropy = {"zeros in q": lambda mdp: occ.FTRL(mdp, occ.Shannon() / occ.Constant(100.0))}
+    entropy = {"zeros in q": lambda mdp: occ.FTRL(mdp, occ.Shannon() / occ.Constant(1000.0))}
     build, losses = (FOLLOWERS | entropy)[name], occ.GreedyAdversary()
     arguments = {"episodes": 9000, "seeds": [3], "backend": "engine"}
     whole = occ.simulate(MDP, build(MDP), losses, **arguments)
