@@ -122,7 +122,7 @@ def flow_source(mdp: LayeredMDP) -> Tensor:
 
 
 def flow_residual(mdp: LayeredMDP, q: Tensor) -> Tensor:
-    """E q - b, `(*batch, S)`; zero exactly on the affine hull of Omega."""
+    """E q - b, `(*batch, S)`; zero exactly on the affine hull of Omega. The product is fast."""
     return q @ q.new_ones(q.shape[-1]) - flow_of(mdp).inflow(q) - flow_source(mdp)
 
 

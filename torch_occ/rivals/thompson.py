@@ -24,7 +24,7 @@ class CompiledThompson(NamedTuple):
 
     visits: PerPair
     losses: PerPair
-    mean: PerPair
+    mean: PerPair  # `observe` writes these two, which nothing reads
     root: PerPair
     seeds: Any
     choice: PerState
@@ -74,7 +74,7 @@ class CompiledPSRL(NamedTuple):
     visits: PerPair
     losses: PerPair
     counts: Floats  # (M,)
-    mean: PerPair
+    mean: PerPair  # `observe` writes these two, which nothing reads
     root: PerPair
     seeds: Any
     entry: Ints
