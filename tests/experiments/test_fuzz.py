@@ -139,8 +139,8 @@ def test_budgets_that_leave_little_room():
     batch = Batch("conditional_entropy", mdp, losses, ones, {"gamma": ones}, None, costs, limits)
     found, _ = try_batch(random, batch, "auto")
     assert found.judged == found.certified > found.wrong == 0
-    random = np.random.default_rng([7, 11, 1047])
-    assert bool(draw(random, "log_barrier", "budgets", 2).solve("auto").converged[0])
+    batch = draw(np.random.default_rng([7, 11, 1047]), "log_barrier", "budgets", 2)
+    assert bool(batch.solve("auto").converged[0])
 
 
 def test_problems_are_kept_as_they_are(tmp_path):

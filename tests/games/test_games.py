@@ -238,8 +238,9 @@ def test_bandit_estimates_are_unbiased(make):
     middle = [occ.interior_point(plex.mdp) for plex in game.treeplexes]
 
     def uniform(plex):
-        middle = occ.interior_point(plex.mdp).expand(16, -1, -1)
-        return in_torch(make(plex), propose=lambda self, t: middle)
+        return in_torch(
+            make(plex), propose=lambda *_: occ.interior_point(plex.mdp).expand(16, -1, -1)
+        )
 
     given = {"feedback": "bandit", "callbacks": [keep], "checkpoints": [2_000]}
     occ.self_play(game, uniform, 2_000, range(16), **given)

@@ -10,15 +10,7 @@ from typing import Any
 import pytest
 from numba import njit
 
-from torch_occ.engine.lanes import (
-    FEW_LANES,
-    LANES,
-    anywhere,
-    in_lanes,
-    lane,
-    lanes_of,
-    zeros,
-)
+from torch_occ.engine.lanes import FEW_LANES, LANES, anywhere, in_lanes, lane, lanes_of, zeros
 
 WIDTHS = (1, FEW_LANES, LANES)
 

@@ -102,9 +102,6 @@ def test_indices_from_any_guess_and_later():
                 assert abs(terms.sum(0) - expected).max() < 1e-10
 
 
-# -- variates --------------------------------------------------------------------------------------
-
-
 @njit
 def drawn_gammas(keys, shape):
     return np.array([draws.gamma(key, shape) for key in keys])

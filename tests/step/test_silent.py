@@ -197,12 +197,14 @@ def test_single_precision_on_a_grid():
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e3])
-@pytest.mark.parametrize(("size", "slip"), [((24, 38), 0), ((40, 20), 0.1), ((20, 20), 1e-3)])
+@pytest.mark.parametrize("size", [(24, 38), (40, 20), (30, 30)])
+@pytest.mark.parametrize("slip", [0, 0.1])
 def test_the_engine_solves_shannon_on_grids(size, slip, scale):
     """On the way from the interior point, states are visited less than 1e-300 times."""
-    mdp = grid(*size).to_dense()
-    rows = [p + slip * (p.sum(-2, keepdim=True) - p) for p in mdp.transitions]
-    mdp = mdp.with_probabilities(mdp.initial, *(p / p.sum(-1, True).clamp(1e-9) for p in rows))
+    mdp = grid(size[0] // 2, size[1] // 2).to_dense() if slip else grid(*size)
+    if slip:
+        rows = [p + slip * (p.sum(-2, keepdim=True) - p) for p in mdp.transitions]
+        mdp = mdp.with_probabilities(mdp.initial, *(p / p.sum(-1, True).clamp(1e-9) for p in rows))
     loss = scale * torch.rand(mdp.actions.shape, dtype=F64, generator=torch.Generator())
     solve = [occ.FTRLStep(mdp, occ.Shannon(), backend=x).solve for x in ("engine", "torch")]
     one, two = (x(loss) for x in solve)

@@ -44,14 +44,7 @@ LABELS = SOURCE_LABELS.split()
 PATTERN = re.compile(r"\b(?:alg|app|col|eq|lem|prf|sec|thm):[\w-]*\w")
 
 
-KINDS = (
-    "statement",
-    "formula",
-    "coefficients",
-    "right-hand side",
-    "code",
-    "not evaluated",
-)
+KINDS = ("statement", "formula", "coefficients", "right-hand side", "code", "not evaluated")
 
 
 def entries(heading):

@@ -28,10 +28,7 @@ def test_second_moment_equals_the_sum_over_all_trajectories(height):
                 )
                 expected[i, j] += p * square / (weights[i] * weights[j])
     assert torch.allclose(
-        second_moment(mdp, q, mean, "bernoulli", baseline),
-        expected,
-        rtol=1e-12,
-        atol=1e-12,
+        second_moment(mdp, q, mean, "bernoulli", baseline), expected, rtol=1e-12, atol=1e-12
     )
     apart = expected - second_moment(mdp, q, mean, "none", baseline)
     assert torch.allclose(apart, torch.diag((flat - flat**2) / weights), atol=1e-12)
