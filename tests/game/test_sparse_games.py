@@ -94,7 +94,7 @@ def check_game(mdp, build, losses, episodes=40):
     torch.testing.assert_close(found.realised_regret, expected.realised_regret, rtol=0, atol=1e-12)
     # The step of an entropy keeps factors only in the engine, and may need one step more for it.
     learner = build(mdp)
-    more = 1.0 if isinstance(learner, occ.FTRL) and learner.step.in_logs else 1e-12
+    more = 1.0 if isinstance(learner, occ.FTRL) and learner.step.evaluator.in_logs else 1e-12
     torch.testing.assert_close(found.newton_steps, expected.newton_steps, rtol=0, atol=more)
     assert float(found.uncertified.max()) == 0.0
     assert float(found.dual_residual.max()) < 4e-11

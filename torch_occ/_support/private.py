@@ -86,10 +86,10 @@ def refuse_compiled_derivatives() -> None:
         )
 
 
-def carries_derivative(x: Tensor) -> bool:
-    """Whether autograd, forward mode or an enclosing transform may differentiate in x."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
-    return x.requires_grad or wrapped or forward_ad.unpack_dual(x).tangent is not None
+def carries_derivative(*tensors: Tensor) -> bool:
+    """Whether autograd, forward mode or an enclosing transform may differentiate in any."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor if inside_transform() else has_tangent
+    return any(x.requires_grad or has_tangent(x) or wrapped(x) for x in tensors)
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:

@@ -23,41 +23,14 @@ from torch_occ._support.constants import (
     STALLED,
     UNDERFLOW,
 )
+from torch_occ.engine import layout as at
 from torch_occ.engine.lanes import anywhere, exp, lane, lanes_of, log, sqrt, where
 from torch_occ.engine.layout import (
-    AHEAD,
-    BEND,
-    DQ,
-    ERROR,
-    FITTED,
-    FORCE,
-    GAPS,
-    GRADIENT,
-    GUESSED,
-    KEPT,
-    LIFT,
-    OTHERS,
-    PAIR,
-    PLAN,
-    PULL,
-    RECENT,
-    ROOTED,
-    ROUNDING,
-    SHARE,
-    SLOPE,
-    STATE,
-    TRIAL,
-    USED,
-    D,
     Floats,
     Ints,
-    M,
     Model,
     Solver,
     Terms,
-    U,
-    V,
-    W,
     Work,
     ahead,
     choose,
@@ -90,10 +63,10 @@ from torch_occ.engine.psi import X_LOG_X, derive, number_of
 from torch_occ.engine.shaping import shape_loss, shape_rarely
 
 # Rows of the scratch memory that have another meaning in the steps of other regularizers.
-LOG_POLICY = GRADIENT  # of pairs: log pi
-GUESS = SLOPE  # of states: the guess of log u
-FOUND = OTHERS  # of states: log u from the forward pass
-WEIGHT, LAST = FITTED, LIFT  # of states: w, and the last step of the guess
+LOG_POLICY = at.GRADIENT  # of pairs: log pi
+GUESS = at.SLOPE  # of states: the guess of log u
+FOUND = at.OTHERS  # of states: log u from the forward pass
+WEIGHT, LAST = at.FITTED, at.LIFT  # of states: w, and the last step of the guess
 RARE = 1e-40  # conjugate gradients do not see rarer states
 
 
@@ -109,20 +82,22 @@ def look_ahead(model: Model, price: Any, work: Work) -> None:
             first, stop, least, total = s * num_actions, (s + 1) * num_actions, np.inf, 0.0
             weight, inverse = states[WEIGHT, s], 1.0 / states[WEIGHT, s]
             for i in span(first, stop):
-                if exists[PAIR, i]:
-                    cost = pairs[GAPS, i] + ahead(model.next_state, i, states, V, behind, after)
+                if exists[at.PAIR, i]:
+                    cost = pairs[at.GAPS, i] + ahead(
+                        model.next_state, i, states, at.V, behind, after
+                    )
                     pairs[LOG_POLICY, i] = cost
                     least = min(least, cost)
             for i in span(first, stop):
-                excess = (least - pairs[LOG_POLICY, i]) * inverse if exists[PAIR, i] else -np.inf
+                excess = (least - pairs[LOG_POLICY, i]) * inverse if exists[at.PAIR, i] else -np.inf
                 pairs[LOG_POLICY, i] = excess
-                pairs[PAIR, i] = exp(excess)
-                total += pairs[PAIR, i]
+                pairs[at.PAIR, i] = exp(excess)
+                total += pairs[at.PAIR, i]
             shift, share = log(total), 1.0 / total
             for i in span(first, stop):
                 pairs[LOG_POLICY, i] -= shift
-                pairs[PAIR, i] *= share
-            states[V, s] = price * (1.0 + states[GUESS, s]) + least - weight * shift
+                pairs[at.PAIR, i] *= share
+            states[at.V, s] = price * (1.0 + states[GUESS, s]) + least - weight * shift
 
 
 @routine(inline=True)
@@ -134,22 +109,22 @@ def look_back(model: Model, work: Work) -> Any:
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     alive = True
     for k in range(len(start) - 1):
-        arrive(model, PAIR, k, work)
+        arrive(model, at.PAIR, k, work)
         rare = False
         for s in span(start[k], start[k + 1]):
-            rare = rare | (not (states[U, s] > DEAD))
-            states[FOUND, s] = log(states[U, s])
+            rare = rare | (not (states[at.U, s] > DEAD))
+            states[FOUND, s] = log(states[at.U, s])
         alive = alive & (not rare)
         for n in range(lanes_of(work.notes) if anywhere(rare) else 0):
             if lane(rare, n):
                 gather_logs(lane(model, n), k, lane(work, n))
         for s in span(start[k], start[k + 1]):
             for i in span(s * num_actions, (s + 1) * num_actions):
-                pairs[PAIR, i] *= states[U, s]
-            if anywhere(not (states[U, s] > DEAD)):
+                pairs[at.PAIR, i] *= states[at.U, s]
+            if anywhere(not (states[at.U, s] > DEAD)):
                 for i in span(s * num_actions, (s + 1) * num_actions):
                     small = exp(states[FOUND, s] + pairs[LOG_POLICY, i])
-                    pairs[PAIR, i] = where(states[U, s] > DEAD, pairs[PAIR, i], small)
+                    pairs[at.PAIR, i] = where(states[at.U, s] > DEAD, pairs[at.PAIR, i], small)
     return alive
 
 
@@ -158,25 +133,25 @@ def gather_logs(model: Model, k: int, work: Work) -> None:
     """Compute log u of the dead states of layer k, as a sum relative to its largest term."""
     start, num_actions, states = model.start, model.num_actions, work.states
     for s in range(start[k], start[k + 1]):
-        states[M, s] = np.log(model.initial[s]) if k == 0 else -np.inf
-        states[PULL, s] = 1.0 if k == 0 else 0.0
+        states[at.M, s] = np.log(model.initial[s]) if k == 0 else -np.inf
+        states[at.PULL, s] = 1.0 if k == 0 else 0.0
     width = start[k + 1] - start[k]
     for summing in range(2 if k > 0 else 0):
         for i in range(start[k - 1] * num_actions, start[k] * num_actions):
             own = states[FOUND, i // num_actions] + work.pairs[LOG_POLICY, i]
             shares, begin, size = likelihoods(model.next_state, i, width)
-            for j in range(size if model.exists[PAIR, i] else 0):
+            for j in range(size if model.exists[at.PAIR, i] else 0):
                 if shares[begin + j] > 0.0:
                     s = successor(model.next_state, i, j, start[k])
                     log = own + np.log(shares[begin + j])
                     if summing:
-                        states[PULL, s] += np.exp(log - states[M, s])
+                        states[at.PULL, s] += np.exp(log - states[at.M, s])
                     else:
-                        states[M, s] = max(states[M, s], log)
+                        states[at.M, s] = max(states[at.M, s], log)
     for s in range(start[k], start[k + 1]):
-        if not states[U, s] > DEAD:
-            states[FOUND, s] = states[M, s] + np.log(states[PULL, s])
-            states[U, s] = np.exp(states[FOUND, s])
+        if not states[at.U, s] > DEAD:
+            states[FOUND, s] = states[at.M, s] + np.log(states[at.PULL, s])
+            states[at.U, s] = np.exp(states[FOUND, s])
 
 
 @routine
@@ -198,7 +173,7 @@ def turn_dead(model: Model, weight: float, price: float, work: Work) -> None:
         for i in range(here * num_actions, there * num_actions if m > 0 else 0):
             s, log = i // num_actions, work.pairs[LOG_POLICY, i]
             shares, first, size = likelihoods(model.next_state, i, m)
-            for x in range(size if model.exists[PAIR, i] else 0):
+            for x in range(size if model.exists[at.PAIR, i] else 0):
                 if shares[first + x] > 0.0:
                     j = successor(model.next_state, i, x, there)
                     onward[s - here, j - there] += np.exp(log) * shares[first + x]
@@ -234,11 +209,11 @@ def turn_dead(model: Model, weight: float, price: float, work: Work) -> None:
     for k in range(layers):
         before, m = start[max(k - 1, 0)], start[k + 1] - start[k]
         for s in range(start[k], start[k + 1]):
-            states[PULL, s] = table[s, m + start[k] - before] if k > 0 else 0.0
+            states[at.PULL, s] = table[s, m + start[k] - before] if k > 0 else 0.0
             for r in range(before, start[k]):
-                states[PULL, s] += table[s, m + r - before] * states[PULL, r]
-            states[M, s] = -price * states[PULL, s]
-            states[U, s] = states[M, s] * np.exp(states[FOUND, s])
+                states[at.PULL, s] += table[s, m + r - before] * states[at.PULL, r]
+            states[at.M, s] = -price * states[at.PULL, s]
+            states[at.U, s] = states[at.M, s] * np.exp(states[FOUND, s])
 
 
 @routine
@@ -275,19 +250,21 @@ def certify_logs(model: Model, price: Any, fine: Any, work: Work) -> tuple[Any, 
         dual = max(dual, price / weight * error) + (error - error)
         common = 0.0
         for i in span(s * num_actions, (s + 1) * num_actions if anywhere(fine) else 0):
-            common += exp(pairs[LOG_POLICY, i]) * pairs[ROUNDING, i]
+            common += exp(pairs[LOG_POLICY, i]) * pairs[at.ROUNDING, i]
         for i in span(s * num_actions, (s + 1) * num_actions):
-            total += pairs[PAIR, i]
+            total += pairs[at.PAIR, i]
             if anywhere(fine):
                 # The form of `spread_errors` in torch_occ.step.newton.
-                own = exp(pairs[LOG_POLICY, i]) * pairs[ROUNDING, i]
-                error = ((pairs[ROUNDING, i] - own) + abs(common - own)) / weight
+                own = exp(pairs[LOG_POLICY, i]) * pairs[at.ROUNDING, i]
+                error = ((pairs[at.ROUNDING, i] - own) + abs(common - own)) / weight
                 # Rounding may hide that a gap is small, and q positive.
-                close = pairs[GAPS, i] - pairs[ROUNDING, i] < OPEN * weight
-                close = close & (states[U, s] > SMALLEST)
-                counts = fine & ((pairs[PAIR, i] > SMALLEST) | close)
+                close = pairs[at.GAPS, i] - pairs[at.ROUNDING, i] < OPEN * weight
+                close = close & (states[at.U, s] > SMALLEST)
+                counts = fine & ((pairs[at.PAIR, i] > SMALLEST) | close)
                 rounding = max(rounding, where(counts, error, 0.0))
-        flow = max(flow, where(log_u > LOG_DEAD, abs(total - states[U, s]) / states[U, s], 0.0))
+        flow = max(
+            flow, where(log_u > LOG_DEAD, abs(total - states[at.U, s]) / states[at.U, s], 0.0)
+        )
     return max(dual, rounding), flow
 
 
@@ -339,21 +316,21 @@ def follow_or_restart(
     fail, the result is that of the first.
     """
     pairs, notes, middle = work.pairs, work.notes, solver.middle
-    used = notes[USED] > 0.0
+    used = notes[at.USED] > 0.0
     found = follow(model, solver, loss, used, work)
     failed = used & (found[0] != CONVERGED)
     if anywhere(failed):
         for i in range(len(middle)):
-            pairs[KEPT, i] = pairs[PAIR, i]
-            pairs[PAIR, i] = where(failed, middle[i], pairs[PAIR, i])
-        notes[ERROR] = where(failed, np.inf, notes[ERROR])
-        notes[GUESSED] = where(failed, 0.0, notes[GUESSED])
+            pairs[at.KEPT, i] = pairs[at.PAIR, i]
+            pairs[at.PAIR, i] = where(failed, middle[i], pairs[at.PAIR, i])
+        notes[at.ERROR] = where(failed, np.inf, notes[at.ERROR])
+        notes[at.GUESSED] = where(failed, 0.0, notes[at.GUESSED])
         again = follow(model, solver, loss, failed, work)
         lost = failed & (again[0] != CONVERGED)
         for i in range(len(middle)):
-            pairs[PAIR, i] = where(lost, pairs[KEPT, i], pairs[PAIR, i])
-        notes[ERROR] = where(lost, np.inf, notes[ERROR])
-        notes[GUESSED] = where(lost, 0.0, notes[GUESSED])
+            pairs[at.PAIR, i] = where(lost, pairs[at.KEPT, i], pairs[at.PAIR, i])
+        notes[at.ERROR] = where(lost, np.inf, notes[at.ERROR])
+        notes[at.GUESSED] = where(lost, 0.0, notes[at.GUESSED])
         found = (
             where(failed & (not lost), again[0], found[0]),
             where(failed & (not lost), again[1], found[1]),
@@ -373,7 +350,7 @@ def _entropy_of(terms: Terms, weights: Floats) -> tuple[Any, Any]:
     count, least, largest, others = len(terms.argument), np.inf, 0.0, False
     for k in range(count):
         others = others or terms.function[k] != X_LOG_X
-        others = others or (terms.argument[k] != PAIR and terms.argument[k] != STATE)
+        others = others or (terms.argument[k] != at.PAIR and terms.argument[k] != at.STATE)
     for i in range(len(weights) // count):
         weight, price = weight_at(terms, weights, i)
         good = (price >= 0.0) & (price <= weight) & (weight < np.inf)
@@ -389,7 +366,7 @@ def weight_at(terms: Terms, weights: Floats, pair: int) -> tuple[Any, Any]:
     weight, price = 0.0, 0.0
     for k in range(len(terms.argument)):
         own = number_of(terms, weights, k, pair)
-        if terms.argument[k] == PAIR:
+        if terms.argument[k] == at.PAIR:
             weight += own
         price += own
     return weight, price
@@ -410,23 +387,23 @@ def settle(
     """Solve log u(guess) = guess by Newton's method; returns the same as `descend`."""
     pairs, states, num_actions = work.pairs, work.states, model.num_actions
     terms, weights, tolerance, max_steps, _, _ = solver
-    stale, status, steps, patience = work.notes[ERROR], MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
+    stale, status, steps, patience = work.notes[at.ERROR], MAX_STEPS + 0.0, 0.0, STALL_AFTER + 0.0
     best, decrement, solved, (weight, price) = np.inf, 0.0, running, entropy_of(terms, weights)
     length, before, moved, left = 1.0, np.inf, np.inf, 0.0
     # The relative change of a policy is that of log u in all layers behind, added up.
     reach = max(price / weight * (len(model.start) - 1), 1.0)
-    refresh = not (stale <= usable(work.notes[RECENT]))
+    refresh = not (stale <= usable(work.notes[at.RECENT]))
     fine = not (EPS * shape_loss(model, loss, work) <= COARSE * tolerance * weight)
     if anywhere(fine):
         shape_rarely(model, loss, fine, work)
     for s in range(states.shape[1]):
         states[WEIGHT, s] = weight_at(terms, weights, s * num_actions)[0]
-    anew = work.notes[GUESSED] == 0.0  # otherwise the guess of the last step is used
+    anew = work.notes[at.GUESSED] == 0.0  # otherwise the guess of the last step is used
     if anywhere(anew):
         for s in range(states.shape[1]):
             total = 0.0
             for i in span(s * num_actions, (s + 1) * num_actions):
-                total += pairs[PAIR, i]
+                total += pairs[at.PAIR, i]
             states[GUESS, s] = where(anew, log(max(total, TINY)), states[GUESS, s])
     # With price = 0, the step has a closed form that does not depend on the guess.
     closed = running & (price == 0.0)
@@ -437,7 +414,7 @@ def settle(
         alive = look_back(model, work)
         if len(model.arrivals) == 0 and len(work.jacobian) > 0:
             for s in range(states.shape[1]):
-                alive = alive & (states[U, s] > RARE)
+                alive = alive & (states[at.U, s] > RARE)
         if len(work.jacobian) == 0:
             status = where(running & (not alive), UNDERFLOW, status)
             running = running & alive
@@ -447,22 +424,22 @@ def settle(
             refresh = (refresh | (stale == np.inf)) & running & alive
             if anywhere(refresh):
                 for s in range(states.shape[1]):
-                    states[0, s] = where(refresh, states[U, s], states[0, s])
-                    states[BEND, s] = (price - weight) / states[U, s]
+                    states[0, s] = where(refresh, states[at.U, s], states[0, s])
+                    states[at.BEND, s] = (price - weight) / states[at.U, s]
                     for i in span(s * num_actions, (s + 1) * num_actions):
-                        pairs[D, i] = weight / max(pairs[PAIR, i], SMALLEST)
-                        pairs[W, i] = 0.0
+                        pairs[at.D, i] = weight / max(pairs[at.PAIR, i], SMALLEST)
+                        pairs[at.W, i] = 0.0
                 factorize(model, refresh, work)
                 stale = where(refresh, 0.0, stale)
             for s in range(states.shape[1]):
-                states[V, s] = 0.0  # the start of an iterative solver
-                states[M, s] = (states[GUESS, s] - states[FOUND, s]) * states[0, s]
+                states[at.V, s] = 0.0  # the start of an iterative solver
+                states[at.M, s] = (states[GUESS, s] - states[FOUND, s]) * states[0, s]
                 for i in span(s * num_actions, (s + 1) * num_actions):
-                    pairs[FORCE, i] = price * (states[GUESS, s] - states[FOUND, s])
-                    pairs[AHEAD, i] = 0.0
-            solve(model, None, work, states[M])
+                    pairs[at.FORCE, i] = price * (states[GUESS, s] - states[FOUND, s])
+                    pairs[at.AHEAD, i] = 0.0
+            solve(model, None, work, states[at.M])
             for s in range(states.shape[1]):
-                states[M, s] = states[U, s] * states[SHARE, s] / weight
+                states[at.M, s] = states[at.U, s] * states[at.SHARE, s] / weight
         dead = running & (not alive)
         for n in range(lanes_of(work.notes)):
             if lane(dead, n):
@@ -471,10 +448,10 @@ def settle(
         squared, size, change = 0.0, 0.0, 0.0
         for s in range(states.shape[1]):
             off, scale = states[FOUND, s] - states[GUESS, s], 1.0 / unit(states[FOUND, s])
-            states[M, s] += off
-            squared -= price * off * states[U, s]
+            states[at.M, s] += off
+            squared -= price * off * states[at.U, s]
             size += off * scale * (off * scale)
-            change = max(change, abs(states[M, s]) * scale) + (states[M, s] - states[M, s])
+            change = max(change, abs(states[at.M, s]) * scale) + (states[at.M, s] - states[at.M, s])
         # Half of a long step is taken back, up to four times, if it was no progress.
         back = (steps > FULL_STEPS) & (moved > 0.1) & (length > 0.1) & (not (size < before))
         length, moved = where(back, 0.5 * length, 1.0), where(back, 1.0, change)
@@ -483,7 +460,7 @@ def settle(
         running = running & finite(moved)
         decrement = where(running, squared, decrement)
         for s in range(states.shape[1]):
-            states[LAST, s] = where(back, states[LAST, s], states[M, s])
+            states[LAST, s] = where(back, states[LAST, s], states[at.M, s])
             step = where(back, -length, 1.0) * states[LAST, s]
             states[GUESS, s] = where(running, states[GUESS, s] + step, states[GUESS, s])
         patience = where((moved < 0.5 * best) | (moved > 0.1), STALL_AFTER, patience - 1.0)
@@ -491,20 +468,20 @@ def settle(
         following = (where(alive, stale, 0.0) + reach * moved) * moved
         left = where(running, reach * following, left)
         done = (patience == 0.0) | ((moved <= ROOT_EPS) & (left <= LEFT))
-        recent = max(moved, 0.9 * work.notes[RECENT])
-        work.notes[RECENT] = where(running & (steps == 0.0), recent, work.notes[RECENT])
+        recent = max(moved, 0.9 * work.notes[at.RECENT])
+        work.notes[at.RECENT] = where(running & (steps == 0.0), recent, work.notes[at.RECENT])
         status = where(running & done, STALLED, status)  # until certified below
         steps = where(running, steps + 1.0, steps)
         stale = where(running, stale + 2.0 * reach * moved, stale)
         refresh = not (stale * following <= LIKELY)
         running = running & (not done) & (steps < max_steps)
-    work.notes[ERROR] = where(solved, stale, work.notes[ERROR])
-    work.notes[GUESSED] = where(solved, 1.0, work.notes[GUESSED])
-    work.notes[ROOTED] = where(solved, 0.0, work.notes[ROOTED])
+    work.notes[at.ERROR] = where(solved, stale, work.notes[at.ERROR])
+    work.notes[at.GUESSED] = where(solved, 1.0, work.notes[at.GUESSED])
+    work.notes[at.ROOTED] = where(solved, 0.0, work.notes[at.ROOTED])
     dual, flow = certify_logs(model, price, fine, work)
     good = (status == STALLED) & (dual <= tolerance) & (flow <= tolerance) & (left <= tolerance)
     for s in range(states.shape[1]):
-        states[V, s] += states[PLAN, s]
+        states[at.V, s] += states[at.PLAN, s]
     return where(good, CONVERGED, status), steps, sqrt(max(decrement, 0.0)), flow, max(dual, left)
 
 
@@ -515,7 +492,7 @@ def settle(
 def _solve_any(model: Model, terms: Terms, weights: Floats, source: Floats, work: Work) -> None:
     floor_pairs(model, work)
     derive(model, terms, weights, np.inf, work)
-    factorize(model, work.notes[GUESSED] == work.notes[GUESSED], work)
+    factorize(model, work.notes[at.GUESSED] == work.notes[at.GUESSED], work)
     solve(model, source, work)
 
 
@@ -540,19 +517,19 @@ def _solve_any_or_softly(
         for s in span(start[k], behind):
             total, mean = 0.0, 0.0
             for i in span(s * num_actions, (s + 1) * num_actions):
-                seen = ahead(model.next_state, i, states, V, behind, after) - pairs[FORCE, i]
-                pairs[TRIAL, i] = seen
-                total += pairs[PAIR, i]
-                mean += pairs[PAIR, i] * seen
-            states[0, s], states[V, s] = total, mean / total
+                seen = ahead(model.next_state, i, states, at.V, behind, after) - pairs[at.FORCE, i]
+                pairs[at.TRIAL, i] = seen
+                total += pairs[at.PAIR, i]
+                mean += pairs[at.PAIR, i] * seen
+            states[0, s], states[at.V, s] = total, mean / total
     for k in range(len(start) - 1):
-        arrive(model, DQ, k, work)
+        arrive(model, at.DQ, k, work)
         for s in span(start[k], start[k + 1]):
             inverse = 1.0 / weight_at(terms, weights, s * num_actions)[0]
-            share = (source[s] + (states[U, s] if k > 0 else 0.0)) / states[0, s]
+            share = (source[s] + (states[at.U, s] if k > 0 else 0.0)) / states[0, s]
             for i in span(s * num_actions, (s + 1) * num_actions):
-                bend = (pairs[TRIAL, i] - states[V, s]) * inverse
-                pairs[DQ, i] = pairs[PAIR, i] * (share - bend)
+                bend = (pairs[at.TRIAL, i] - states[at.V, s]) * inverse
+                pairs[at.DQ, i] = pairs[at.PAIR, i] * (share - bend)
 
 
 #: Solve H(q) u - E'm = x, E u = r for x in FORCE and the source r: u in DQ, m in V.
@@ -575,7 +552,21 @@ class Aim(NamedTuple):
     error: Floats  # (N,), out: how far z is from what it must be; infinite if it cannot be used
 
 
-TARGET, LOGS = TRIAL, M  # of pairs: z; of states: sum_a z log z
+TARGET, LOGS = at.TRIAL, at.M  # of pairs: z; of states: sum_a z log z
+
+
+@routine
+def read_target(model: Model, aim: Aim, e: int, own: Work) -> None:
+    """Write the target of element e into the row TARGET, and sum_a z log z into the row LOGS."""
+    num_pairs, targets, logs, i = own.pairs.shape[1], own.pairs[TARGET], own.states[LOGS], 0
+    begin = e * num_pairs if len(aim.targets) > num_pairs else 0
+    for s in range(own.states.shape[1]):
+        total = 0.0
+        for _ in range(model.num_actions):
+            targets[i] = aim.targets[unsigned(begin + i)]
+            total += targets[i] * aim.logs[unsigned(begin + i)]
+            i += 1
+        logs[s] = total
 
 
 @routine
@@ -605,7 +596,7 @@ def read_paths(model: Model, aim: Aim, e: int, own: Work) -> float:
                     if successor(model.next_state, before, n, start[k]) == s:
                         chance += shares[begin + n]
             before = s * num_actions + a
-            if not (chance > 0.0 and model.exists[PAIR, before]):
+            if not (chance > 0.0 and model.exists[at.PAIR, before]):
                 return np.inf
             own.pairs[TARGET, before] += 1.0 / count
     return 0.0
@@ -626,32 +617,28 @@ def compare(
     """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     value, likelihood = 0.0, aim.states.shape[1] > 0
-    work.notes[ERROR] = 0.0
-    for n in range(len(elements) if likelihood else 0):
-        lane(work.notes, n)[ERROR] = read_paths(model, aim, elements[n], lane(work, n))
-    error = where(solved, work.notes[ERROR], np.inf)
+    work.notes[at.ERROR] = 0.0
+    for n in range(len(elements)):
+        if likelihood:
+            lane(work.notes, n)[at.ERROR] = read_paths(model, aim, elements[n], lane(work, n))
+        else:
+            read_target(model, aim, elements[n], lane(work, n))
+    error = where(solved, work.notes[at.ERROR], np.inf)
     for k in range(len(start) - 1):
-        arrive(model, PAIR, k, work)
+        arrive(model, at.PAIR, k, work)
         layer = 0.0
         for s in span(start[k], start[k + 1]):
             weight, price = weight_at(solver.terms, solver.weights, s * num_actions)
             mass, total, most, cross = 0.0, 0.0, 0.0, 0.0
-            for n in range(0 if likelihood else len(elements)):
-                begin = elements[n] * pairs.shape[1] if len(aim.targets) > pairs.shape[1] else 0
-                row, logs = lane(pairs, n)[TARGET], 0.0
-                for i in span(s * num_actions, (s + 1) * num_actions):
-                    row[i] = aim.targets[unsigned(begin + i)]
-                    logs += row[i] * aim.logs[unsigned(begin + i)]
-                lane(states, n)[LOGS, s] = logs
             for i in span(s * num_actions, (s + 1) * num_actions):
                 z = pairs[TARGET, i]
-                mass, total, most = mass + pairs[PAIR, i], total + z, max(most, z)
-                if model.exists[PAIR, i]:
+                mass, total, most = mass + pairs[at.PAIR, i], total + z, max(most, z)
+                if model.exists[at.PAIR, i]:
                     error = where(z >= 0.0, error, np.inf)
                     cross -= z * pairs[LOG_POLICY, i]
                 else:
                     error = max(error, abs(z))
-            inflow, share, scale = states[U, s] if k > 0 else 0.0, 1.0, 1.0
+            inflow, share, scale = states[at.U, s] if k > 0 else 0.0, 1.0, 1.0
             if likelihood:
                 share, scale = (total - weight * inflow) / mass, 1.0 / weight
                 error = where(mass > DEAD, error, np.inf)
@@ -662,11 +649,11 @@ def compare(
                 if anywhere(most < total):  # otherwise one action has all of it
                     whole = total * log(max(total, TINY))
                 off, outer = total - mass - inflow, whole - total * (1.0 + states[FOUND, s]) + mass
-                value += weight * (cross - whole) + price * outer + off * states[V, s]
+                value += weight * (cross - whole) + price * outer + off * states[at.V, s]
                 error = where(aim.empirical, error, max(error, abs(off)))
             layer += total
             for i in span(s * num_actions, (s + 1) * num_actions):
-                pairs[PAIR, i] = (pairs[TARGET, i] - share * pairs[PAIR, i]) * scale
+                pairs[at.PAIR, i] = (pairs[TARGET, i] - share * pairs[at.PAIR, i]) * scale
         error = where(aim.empirical, max(error, abs(layer - 1.0)), error)
     for n in range(len(elements)):
         aim.value[elements[n]], aim.error[elements[n]] = lane(value, n), lane(error, n)

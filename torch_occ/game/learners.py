@@ -371,7 +371,7 @@ class FTRL(Learner):
             self.state["last"] = estimate
 
     def why_not_compiled(self, mdp: LayeredMDP) -> str | None:
-        if self.step.constraints is not None and self.step.in_logs:
+        if self.step.constraints is not None and self.step.evaluator.in_logs:
             return "with budgets, the compiled episode loop lets the q of an entropy underflow"
         if self.optimistic:
             return "the compiled episode loop does not know optimism"

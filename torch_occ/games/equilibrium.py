@@ -70,8 +70,9 @@ class QuantalResponse(nn.Module):
         with extra("games", "equilibria need SciPy"):
             from scipy import sparse
         self.game, self.tolerance, self.sparse = game, tolerance, sparse
-        self.steps: Any = nn.ModuleList(FTRLStep(x.mdp, regularizer(x)) for x in game.treeplexes)
-        self.closed = all(step.closed for step in self.steps)
+        steps = [FTRLStep(x.mdp, regularizer(x)) for x in game.treeplexes]
+        self.steps: Any = nn.ModuleList(steps)
+        self.closed = all(step.evaluator.closed for step in steps)
         self.masks = [x.mdp.actions for x in game.treeplexes]
         # Arrays of both players: n existing pairs, S states. A pair has the place of its state and
         # of the pair before it, n if there is none; D g = g - g(before) = log pi + log share.

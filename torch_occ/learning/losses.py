@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch_occ._support.private import (
     with_autograd,
 )
 from torch_occ.mdp.checks import broadcast, check_that
-from torch_occ.mdp.layered import LayeredMDP
+from torch_occ.mdp.layered import LayeredMDP, remembered
 from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source, join
 from torch_occ.regularizers.base import total
 from torch_occ.regularizers.terms import keep
@@ -49,29 +50,43 @@ def check_target(
         given, eps = target.to(mdp.dtype), max(eps, torch.finfo(target.dtype).eps)
     tolerance = max(1e-6, eps**0.5)  # as of a linear-programming solver
     check_like("target", given, mdp)
-    if not values_are_hidden():
-        _check_polytope(mdp, given.detach(), tolerance, empirical)
-        if budgets is not None:
-            _check_budgets(mdp, given.detach(), budgets, tolerance)
-    return given.clamp(min=0.0)
+    if values_are_hidden():
+        return given.clamp(min=0.0)
+    plain = given.detach()
+    least = float(plain.amin()) if plain.numel() else 0.0
+    if not least >= -tolerance or _leaves_flow(mdp, plain, tolerance, empirical):
+        _complain(mdp, plain, tolerance, empirical)
+    if budgets is not None:
+        _check_budgets(mdp, plain, budgets, tolerance)
+    return given if least >= 0 else given.clamp(min=0.0)
 
 
-def _check_polytope(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical: bool) -> None:
+def _leaves_flow(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical: bool) -> bool:
+    """Whether a target seems to violate its equations, by less than the tolerance perhaps."""
+    (rows, sums), flat = _probes(mdp, empirical), target.flatten(-2)
+    if rows.dim() == 2:  # in this form, the product is fast
+        off = torch.nn.functional.linear(flat, rows)
+    else:
+        off = (rows @ flat.unsqueeze(-1)).squeeze(-1)
+    return bool(off.numel()) and not float((off - sums).abs().amax()) <= tolerance / 100
+
+
+def _complain(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical: bool) -> None:
+    """Raise the error of a target, if it violates an equation by more than the tolerance."""
     if empirical:  # the masses of the layers
-        sums = target.new_full((*target.shape[:-2], mdp.horizon), -1.0)
-        residual = sums.index_add(-1, mdp.layer, target @ target.new_ones(target.shape[-1]))
+        residual = target.new_full((*target.shape[:-2], mdp.horizon), -1.0)
+        residual = residual.index_add(-1, mdp.layer, target.sum(-1))
     else:
         residual = flow_residual(mdp, target).detach()
-    numbers = residual.abs(), -target, target[..., ~mdp.actions]
-    if all(float(x.amax()) <= tolerance for x in numbers if x.numel()):
-        return
     outside = ~target.isfinite() | (target < -tolerance), "; expected an occupancy of at least 0"
     missing = (target > tolerance) & ~mdp.actions, ", but this action does not exist"
     for where, why in (outside, missing):
         if len(wrong := where.nonzero()):
             found = f"{place_of(mdp, wrong[0])} is {float(target[tuple(wrong[0])])}"
             raise ValueError(f"target: {found}{why}")
-    *batch, state = (~(residual.abs() <= tolerance)).nonzero()[0].tolist()
+    if not len(wrong := (~(residual.abs() <= tolerance)).nonzero()):
+        return
+    *batch, state = wrong[0].tolist()
     excess = float(residual[(*batch, state)])
     if empirical:
         raise ValueError(
@@ -87,8 +102,26 @@ def _check_polytope(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical
     )
 
 
+@remembered
+def _probes(mdp: LayeredMDP, empirical: bool) -> tuple[Tensor, Tensor]:
+    """Two random sums of the equations of a target: `(*batch, 2, S * A)`, and what they equal.
+
+    Where an equation is violated by r, so are almost surely both of them, by about r (Freivalds).
+    """
+    (S, A), draw = mdp.actions.shape, torch.Generator().manual_seed(0)
+    found = torch.randn(2, *(1 for _ in mdp.batch_shape), S, A + 1, generator=draw)
+    x, masked = found[..., 0].to(mdp.initial), found[..., 1:].to(mdp.initial)
+    if empirical:
+        x = x[..., mdp.layer]
+        rows, sums = x.unsqueeze(-1), x[..., [part.start for part in mdp.layer_slices]]
+    else:
+        rows, sums = x.unsqueeze(-1) - flow_of(mdp).lookahead(x), x * flow_source(mdp)
+    rows = torch.where(mdp.actions, rows, masked).detach()
+    return rows.flatten(-2).movedim(0, -2).contiguous(), sums.sum(-1).movedim(0, -1).detach()
+
+
 def _check_budgets(mdp: LayeredMDP, target: Tensor, budgets: Budgets, tolerance: float) -> None:
-    if carries_derivative(budgets.costs) or carries_derivative(budgets.limits):
+    if carries_derivative(budgets.costs, budgets.limits):
         raise NotImplementedError(
             "fenchel_young_loss is not differentiable in budgets; detach costs and limits, or use "
             "expected_cost"
@@ -206,7 +239,7 @@ def fenchel_young_loss(
     def in_torch(loss: Tensor) -> Tensor:
         aim = check_target(model, target, step.constraints, empirical)
         now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
-        moving = model.probabilities if any(map(carries_derivative, model.probabilities)) else ()
+        moving = model.probabilities if carries_derivative(*model.probabilities) else ()
         loss = keep("pair", model, loss.to(model.dtype), 0.0)
         constant = step.regularizer(aim, now, model)
         finite = constant.detach().isfinite()
@@ -234,10 +267,7 @@ def fenchel_young_loss(
             return constant - least(None, *given)
         with torch.no_grad():
             solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
-            if step.closed and step.constraints is None:  # ⟨q, loss⟩ + psi(q) = ⟨b, v⟩
-                value = (flow_source(model) * solution.value).sum(-1) - (aim * loss).sum((-2, -1))
-            else:
-                value = least(solution, *given)
+            value = least(solution, *given)
         again, once = (partial(least, x) for x in (None, solution))
         return constant - Envelope(value, solution.q - aim, again, once).of(*given)
 
@@ -247,9 +277,51 @@ def fenchel_young_loss(
 def _compare(
     step: FTRLStep, in_torch: Callable[[Tensor], Tensor], loss: Tensor, *given: Any, **kind: Any
 ) -> Tensor:
-    """Return a loss as the engine computes it, or in torch where the engine does not."""
-    found = None if values_are_hidden() or in_forward_mode() else step.compare(loss, *given, **kind)
+    """Return a loss as the engine computes it, in closed form, or else in torch."""
+    if values_are_hidden() or in_forward_mode():
+        return in_torch(loss)
+    found = step.compare(loss, *given, **kind) or _in_closed_form(step, loss, *given, **kind)
     return in_torch(loss) if found is None else Envelope(*found, in_torch).of(loss)
+
+
+def _in_closed_form(
+    step: FTRLStep,
+    loss: Tensor,
+    t: Tensor | float,
+    start: Tensor | None,
+    mdp: LayeredMDP | None,
+    *shown: Any,
+    empirical: bool = False,
+) -> tuple[Tensor, Tensor] | None:
+    """Return a loss and its slope as `FTRLStep.compare` does, if psi is an entropy with kappa = 0.
+
+    With the visits z of trajectories, the slope is z / w - y, where y has the policy of the step
+    and E y = E z / w.
+    """
+    if not step.evaluator.closed or step.constraints is not None:
+        return None
+    model, paths = _model(step, mdp), len(shown) > 1
+    equation, given = step.closed_form(loss, t, start, mdp)
+    if equation.probabilities or any(x.requires_grad for x in (*given[2:], *shown)):
+        return None
+    with torch.no_grad():
+        weight, table = given[2].unsqueeze(-1), keep("pair", model, given[0], 0.0)
+        if paths:
+            aim = check_paths(model, *shown)[0]
+        else:  # before the plan, which needs memory
+            aim = check_target(model, shown[0], empirical=empirical)
+            ones = aim.new_ones(aim.shape[-1], 1)
+            logs = aim.clamp(min=torch.finfo(aim.dtype).tiny).log_().mul_(aim) @ ones
+            mass = aim @ ones
+            value = (weight * (logs - torch.xlogy(mass, mass))).sum((-2, -1))
+            value = value + (aim * table).sum((-2, -1))
+        found = equation.plan(*given, aim=aim / weight if paths else None)
+        if found is None:
+            return None
+        plan = found[0]
+        if paths:
+            return -(aim * keep("pair", model, join(plan.logs, 2), 0.0)).sum((-2, -1)), plan.q
+        return value - (flow_source(model) * plan.value).sum(-1), plan.q.neg_().add_(aim)
 
 
 #: torch.compile divides the graph here, where more than the loss is differentiated.
@@ -306,7 +378,9 @@ def fenchel_young(
 Trajectories = Tensor | Sequence[Any]
 
 
-def check_paths(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+def check_paths(
+    mdp: LayeredMDP, states: Tensor, actions: Tensor, *, attached: bool = False
+) -> tuple[Tensor, Tensor]:
     """Check that the MDP can produce the trajectories, where they were observed; see `follow`.
 
     Inside transforms of torch.func, where control flow cannot depend on values, only the shapes are
@@ -326,73 +400,84 @@ def check_paths(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> tuple[Tenso
             f"actions: expected the shape of states, {tuple(states.shape)}, "
             f"got {tuple(actions.shape)}"
         )
-    if values_are_hidden():
-        return follow(mdp, states, actions)
-    whole = (states != -1) | (actions != -1)
-    if at := _first_wrong(whole[..., 1:] & ~whole[..., :-1]):
-        raise ValueError(f"states: {_place_of(at)} is -1, but a later step was observed")
-    layers, near = torch.arange(mdp.horizon, device=mdp.device), states.clamp(0, mdp.num_states - 1)
-    if at := _first_wrong(whole & ((near != states) | (mdp.layer[near] != layers))):
-        here = mdp.layer_slices[at[-1]]
-        raise ValueError(
-            f"states: {_place_of(at)} is {int(states[at])}, which is not a state of this layer; "
-            f"those are {here.start} to {here.stop - 1}"
-        )
-    inside = (actions >= 0) & (actions < mdp.num_actions)
-    exists = inside & mdp.actions[near, torch.where(inside, actions, 0)]
-    if at := _first_wrong(whole & ~exists):
-        raise ValueError(
-            f"actions: {_place_of(at)} is {int(actions[at])}, an action that does not exist in "
-            f"{mdp.locate(int(states[at]))}"
-        )
-    visits, chances = follow(mdp, states, actions)
-    if not (at := _first_wrong(chances <= 0)):
+    visits, chances = follow(mdp, states, actions, attached)
+    if values_are_hidden() or float(chances.detach().amin()) > 0:
         return visits, chances
+    *trajectory, k = (~(chances > 0)).nonzero()[0].tolist()
+    at, before, here = (*trajectory, k), (*trajectory, k - 1), mdp.layer_slices[k]
+    place, state, action = _place_of(at), int(states[at]), int(actions[at])
+    if k > 0 and int(states[before] & actions[before]) == -1:
+        raise ValueError(f"states: {_place_of(before)} is -1, but a later step was observed")
+    if not here.start <= state < here.stop:
+        raise ValueError(
+            f"states: {place} is {state}, which is not a state of this layer; those are "
+            f"{here.start} to {here.stop - 1}"
+        )
+    if not (0 <= action < mdp.num_actions and bool(mdp.actions[state, action])):
+        where = mdp.locate(state)
+        raise ValueError(f"actions: {place} is {action}, an action that does not exist in {where}")
     why = "where no episode of this MDP begins"
-    if at[-1] > 0:
-        before = (*at[:-1], at[-1] - 1)
-        pair = f"{mdp.locate(int(states[before]))}, action {int(actions[before])}"
-        why = f"which cannot follow {pair}"
-    raise ValueError(
-        f"states: {_place_of(at)} is {int(states[at])} ({mdp.locate(int(states[at]))}), {why}"
-    )
+    if k > 0:
+        why = f"which cannot follow {mdp.locate(int(states[before]))}, action {actions[before]}"
+    raise ValueError(f"states: {place} is {state} ({mdp.locate(state)}), {why}")
 
 
-def follow(mdp: LayeredMDP, states: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+def follow(
+    mdp: LayeredMDP, states: Tensor, actions: Tensor, attached: bool
+) -> tuple[Tensor, Tensor]:
     """Return the mean visits of trajectories, `(*batch, S, A)`, and the chance of each step.
 
-    Chances are initial(s_0), P(s_1 | s_0, a_0), ..., `(*batch, N, L)`. They are differentiable in
-    the probabilities, and one where nothing was observed.
+    Chances are initial(s_0), P(s_1 | s_0, a_0), ..., `(*batch, N, L)`: one where nothing was
+    observed, zero where the observation is wrong. They are differentiable if `attached`.
     """
+    (first, last, width, before, row), (S, A) = _tables(mdp), mdp.actions.shape
     shape = (*broadcast(mdp.batch_shape, states.shape[:-2]), *states.shape[-2:])
-    seen, (S, A) = (states != -1).expand(shape), mdp.actions.shape
-    first = torch.tensor([part.start for part in mdp.layer_slices], device=mdp.device)
-    state = torch.where(seen, states - first, 0).long()  # in its layer
-    pair = state * A + torch.where(seen, actions, 0)
-    share, visits = seen.to(mdp.dtype) / shape[-2], mdp.initial.new_zeros(*shape[:-2], S * A)
-    visits = visits.scatter_add(-1, (pair + first * A).flatten(-2), share.flatten(-2))
+    states, actions, missing = states.expand(shape), actions.expand(shape), mdp.missing["pair"]
+    seen = (states & actions) != -1
+    state, action = (states - first).clamp(0 * last, last), actions.clamp(0, A - 1)
+    pair = (state + first) * A + action
+    fine = (state + first == states) & (action == actions)
+    fine = fine if missing is None else fine & ~missing.flatten()[pair]
+    visits, share = mdp.initial.new_zeros(*shape[:-2], S * A), fine.to(mdp.dtype) / shape[-2]
+    visits = visits.scatter_add(-1, pair.flatten(-2), share.flatten(-2))
     if mdp.is_sparse:
-        chances, chance = [], mdp.initial.unsqueeze(-2)
+        parts, chance = [], mdp.initial.unsqueeze(-2)
         for k, layer in enumerate(mdp.layers):
-            chances.append(chance.expand(*shape[:-1], -1).gather(-1, state[..., k, None]))
+            parts.append(chance.expand(*shape[:-1], -1).gather(-1, state[..., k, None]))
             taken = chance.new_zeros(*shape[:-1], layer.sizes[0] * A)
-            taken = taken.scatter(-1, pair[..., k, None], 1.0).unflatten(-1, (-1, A))
+            taken = taken.scatter(-1, (pair[..., k] - first[k] * A)[..., None], 1.0)
             p = layer.probabilities.unsqueeze(-1 - layer.event_dims)
-            chance = layer.with_probabilities(p).arrive(taken)
-    else:  # all tables in one row
-        tables = [mdp.initial, *(layer.dense.flatten(-3) for layer in mdp.layers[:-1])]
-        lengths = torch.tensor([x.shape[-1] for x in tables], device=mdp.device)
-        sizes = torch.tensor([0, *mdp.layer_sizes[1:]], device=mdp.device)
-        place = pair.roll(1, -1) * sizes + state + lengths.cumsum(0) - lengths
-        row, index = join(tables, 1), place.flatten(-2)
+            chance = layer.with_probabilities(p).arrive(taken.unflatten(-1, (-1, A)))
+        found = torch.cat(parts, -1)
+    else:
+        row, index = _join_tables(mdp) if attached else row, state + before
+        index[..., 1:] += pair[..., :-1] * width[1:]
+        index = index.flatten(-2)
         found = row.expand(*shape[:-2], -1).gather(-1, index) if mdp.batch_shape else row[index]
-        chances = [found.view(shape)]
-    return visits.unflatten(-1, (S, A)), torch.where(seen, torch.cat(chances, -1), 1.0)
+    fine[..., 1:] &= seen[..., :-1]
+    chances = torch.where(fine, found.view(shape), (~seen).to(mdp.dtype))
+    return visits.unflatten(-1, (S, A)), chances
 
 
-def _first_wrong(wrong: Tensor) -> tuple[int, ...]:
-    """Return the index of the first True; empty if there is none."""
-    return tuple(wrong.nonzero()[0].tolist()) if bool(wrong.any()) else ()
+def _join_tables(mdp: LayeredMDP) -> Tensor:
+    """Return the initial distribution and the dense tables of the layers in one row."""
+    return join([mdp.initial, *(layer.dense.flatten(-3) for layer in mdp.layers[:-1])], 1)
+
+
+@remembered
+def _tables(mdp: LayeredMDP) -> tuple[Tensor, ...]:
+    """Return for each layer its first state, its size less one, and where to find its table.
+
+    In `_join_tables`, the last result, the entry of its state j after the pair i is at
+    i `width` + j + `before`, the third and fourth result; j counts within the layer.
+    """
+    rows, end, A = [(0, mdp.layer_sizes[0] - 1, 0, 0)], mdp.layer_sizes[0], mdp.num_actions
+    for here, there in pairwise(mdp.layer_slices):
+        width = there.stop - there.start
+        rows.append((there.start, width - 1, width, end - here.start * A * width))
+        end += (here.stop - here.start) * A * width
+    row = mdp.initial if mdp.is_sparse else _join_tables(mdp).detach()
+    return *torch.tensor(rows, device=mdp.device).unbind(-1), row
 
 
 def _place_of(at: tuple[int, ...]) -> str:
@@ -478,21 +563,15 @@ def negative_log_likelihood(
     t, given = step.episode(t), _padded(model, states, actions)
 
     def in_torch(loss: Tensor) -> Tensor:
-        visits, chances = check_paths(model, *given)
+        visits, chances = check_paths(model, *given, attached=transitions)
         now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
         solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
         kept = keep("pair", model, loss.to(model.dtype), 0.0)
-        if step.closed and step.constraints is None:  # w log pi = v - loss - P v
-            composition = step.evaluator.composition
-            visits = visits / entropy_of(composition, composition.values(now)).weight.unsqueeze(-1)
-            source = flow_residual(model, visits) + flow_source(model)
-            value = (visits * kept).sum((-2, -1)) - (source * solution.value).sum(-1)
-        else:
-            logs = _log_policy(step, solution, kept, now, model)
-            value = -(visits * torch.where(visits > 0, logs, 0.0)).sum((-2, -1))
+        logs = _log_policy(step, solution, kept, now, model)
+        value = -(visits * torch.where(visits > 0, logs, 0.0)).sum((-2, -1))
         return value - chances.log().sum(-1).mean(-1) if transitions else value
 
-    if step.closed and not transitions:
+    if step.evaluator.closed and not transitions:
         return _compare(step, in_torch, loss, t, warm_start, mdp, *given)
     return in_torch(loss)
 
@@ -515,7 +594,9 @@ def _log_policy(
     step: FTRLStep, solution: Solution, loss: Tensor, t: Tensor, mdp: LayeredMDP
 ) -> Tensor:
     """Return log pi `(*batch, S, A)`; values on masked pairs are meaningless."""
-    if step.in_logs and step.constraints is None:  # a softmax; see torch_occ.step.entropic
+    if (
+        step.evaluator.in_logs and step.constraints is None
+    ):  # a softmax; see torch_occ.step.entropic
         composition = step.evaluator.composition
         weight = entropy_of(composition, composition.values(t)).weight.unsqueeze(-1)
         Q = loss + flow_of(mdp).lookahead(solution.value)

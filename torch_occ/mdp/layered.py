@@ -347,7 +347,7 @@ class LayeredMDP:
         """States by their number n of actions: the states `(G,)` and their actions `(G, n)`."""
         counts = self.actions.sum(-1)
         groups = []
-        for n in map(int, counts.unique()):  # torch 2.6 has no `tolist` under its transforms
+        for n in counts.unique().tolist():
             states = (counts == n).nonzero().squeeze(-1)
             groups.append((states, self.actions[states].nonzero()[:, 1].reshape(-1, n)))
         return tuple(groups)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_occ._support.constants import FLAT
 from torch_occ._support.private import own_parameters
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.regularizers.base import Composition, Key, Regularizer, dims_of
+from torch_occ.regularizers.base import Composition, Key, Regularizer, TabularRegularizer, dims_of
 from torch_occ.regularizers.parameters import (
     Parametrized,
     alone,
@@ -25,7 +25,7 @@ from torch_occ.regularizers.parameters import (
     spread_batch,
     with_rank,
 )
-from torch_occ.regularizers.terms import Argument, keep, pull_back
+from torch_occ.regularizers.terms import Argument, XLogX, keep, pull_back
 
 #: psi_t at given parameters: from what its functions take to their values.
 Evaluate = Callable[[dict[Key, Tensor]], dict[Key, Tensor]]
@@ -57,6 +57,28 @@ class Evaluator:
         own = [x.event_dims(n) if isinstance(x, Parametrized) else None for x, n in self.owners]
         #: None for parameters of other modules, such as nn.Linear, which have no batch shape.
         self.event_dims: tuple[int | None, ...] = (*(2 for _ in self.factors), *own)
+        #: Whether psi_t is an entropy of torch_occ.step.entropic, for all parameters and t: w > 0
+        #: and kappa >= 0. Only if kappa = 0 (`closed`), w may depend on the layer or the state.
+        self.in_logs = self._is_entropy(closed=bool(regularizer.places()))
+        self.closed = self._is_entropy(closed=True)
+
+    def _is_entropy(self, closed: bool) -> bool:
+        if any(place.kind == "pair" for place in self.regularizer.places().values()):
+            return False
+        largest = 0.0
+        for leaf in self.regularizer.leaves():
+            if not isinstance(leaf, TabularRegularizer):
+                return False
+            weights = {"pair": 0.0, "state": 0.0}
+            for term in leaf.table():
+                known = isinstance(term.weight, float | int) and term.parameter is None
+                if not (known and isinstance(term.function, XLogX) and term.argument in weights):
+                    return False
+                weights[term.argument] += float(term.weight)
+            price, largest = sum(weights.values()), max(largest, weights["pair"])
+            if weights["pair"] < 0 or price < 0 or (closed and price > 0):
+                return False
+        return largest > 0
 
     def parameters(self, t: Tensor) -> tuple[Tensor, ...]:
         """Return the parameters now; a RuntimeError if a user has replaced one, or a part."""

@@ -239,7 +239,7 @@ class MDPArrays:
 
     def __init__(self, mdp: LayeredMDP) -> None:
         self.mdp, self.batch_shape = mdp, mdp.batch_shape
-        differentiated = any(carries_derivative(p) for p in mdp.probabilities)
+        differentiated = carries_derivative(*mdp.probabilities)
         # The tensors that may be differentiated: none, or the probabilities.
         self.tensors: tuple[Tensor, ...] = mdp.probabilities if differentiated else ()
         self._read = mdp.probabilities

@@ -178,7 +178,7 @@ class CompiledStep:
         ]
         # 2 if an exponent depends on a parameter, 1 if only weights do.
         self.depth = 2 if any(term.exponent.factors for term in terms) else 1
-        self.in_logs = solves_in_logs(self.regularizer, self.mdp)
+        self.in_logs = solves_in_logs(self.evaluator, self.mdp)
         self.valid: list[Any] = []  # the last values of the parameters that were valid
         # Memory that no thread uses now, by the way of solving and the storage of transitions.
         self.free: dict[Any, list[tuple[kernels.Room, Work, Model]]] = defaultdict(list)

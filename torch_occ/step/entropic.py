@@ -97,15 +97,25 @@ class SoftPlan(NamedTuple):
     value: Tensor  # (*batch, S), v
     visits: list[Tensor]  # u, layer by layer
     scores: Tensor  # (*batch, S), y: v / w, or its difference from the first one of its layer
+    logs: list[Tensor]  # log pi, layer by layer
 
-    def errors(self) -> tuple[Tensor, Tensor]:
-        """Return the flow residual and the rounding error of y, which is that of log q."""
-        q, y = self.q.detach(), self.scores.detach()
-        eps = torch.finfo(q.dtype).eps
-        return _flow_error(q, join(self.visits, 1).detach()), eps * y.abs().amax(-1)
+    def flow_error(self) -> Tensor:
+        """Return the flow residual."""
+        return _flow_error(self.q.detach(), join(self.visits, 1).detach())
+
+    def rounding(self) -> Tensor:
+        """Return the rounding error of y, which is that of log q."""
+        y = self.scores.detach()
+        return torch.finfo(y.dtype).eps * y.abs().amax(-1)
 
 
-def plan_softly(mdp: LayeredMDP, loss: Tensor, weight: Tensor, centred: bool = False) -> SoftPlan:
+def plan_softly(
+    mdp: LayeredMDP,
+    loss: Tensor,
+    weight: Tensor,
+    centred: bool = False,
+    aim: Tensor | None = None,
+) -> SoftPlan:
     """Solve the step with kappa = 0 by soft value iteration, in differentiable operations.
 
     Every layer takes a product and a logsumexp: y = log sum_a exp(P y - loss / w) with y = -v / w,
@@ -115,12 +125,14 @@ def plan_softly(mdp: LayeredMDP, loss: Tensor, weight: Tensor, centred: bool = F
         centred: whether to subtract the first y of each layer from the others, so that sums along
             an episode do not lose digits. This changes no policy if P conserves mass; derivatives
             in P, which may leave that set, would be wrong.
+        aim: visits z `(*batch, S, A)`. In place of q is z - y then, for the y that has the policy
+            of the plan and the flow of z: E y = E z.
     """
     # Losses of masked pairs may be anything; they must not reach the derivative in w.
     scores = keep("pair", mdp, loss, 0.0) / -weight.unsqueeze(-1)
     scores = keep("pair", mdp, scores, -torch.inf)
     totals: list[Tensor] = []  # from the last layer to the first
-    policies: list[Tensor] = []
+    logs: list[Tensor] = []
     y: Tensor | None = None
     varies = weight.shape[-1] > 1
     rates = mdp.split(weight, -1) if varies else [weight] * mdp.horizon
@@ -130,27 +142,33 @@ def plan_softly(mdp: LayeredMDP, loss: Tensor, weight: Tensor, centred: bool = F
             ahead = layer.ahead(y)
             score = score + (ahead / rate.unsqueeze(-1) if varies else ahead)
         y = score.logsumexp(-1)
-        policies.append((score - y.unsqueeze(-1)).exp())  # faster than torch's softmax
+        logs.append(score - y.unsqueeze(-1))
         y = rate * y if varies else y
         totals.append(y)
         y = y - y.detach()[..., :1] if centred else y
+    logs.reverse()
     visits, flows = [mdp.initial], []
-    for layer, policy in zip(mdp.layers[:-1], policies[:0:-1], strict=True):
-        flows.append(visits[-1].unsqueeze(-1) * policy)
-        visits.append(layer.arrive(flows[-1]))
-    flows.append(visits[-1].unsqueeze(-1) * policies[0])
+    if aim is not None:
+        aims, masses = mdp.split(aim, -2), mdp.split(aim @ aim.new_ones(aim.shape[-1]), -1)
+        visits = [masses[0]]
+    for k, layer in enumerate(mdp.layers):
+        mass, policy = visits[k].unsqueeze(-1), logs[k].exp()  # faster than torch's softmax
+        flows.append(mass * policy if aim is None else aims[k].addcmul(mass, policy, value=-1))
+        if k + 1 < mdp.horizon:
+            arrived = layer.arrive(flows[k])
+            visits.append(arrived if aim is None else masses[k + 1] - arrived)
     q, y = join(flows, 2), join(totals[::-1], 1)
     scores = y / weight if varies else y
     if centred:
         firsts = join([total.detach()[..., :1] for total in totals], 1)
         y = y + (firsts.cumsum(-1) - firsts).flip(-1).index_select(-1, mdp.layer)
-    return SoftPlan(q, -y if varies else -weight * y, visits, scores)
+    return SoftPlan(q, -y if varies else -weight * y, visits, scores, logs)
 
 
 def _flow_error(q: Tensor, u: Tensor) -> Tensor:
     """Return the largest |sum_a q - u| / u, where u is what arrives; dead states do not count."""
     mass = q @ q.new_ones(q.shape[-1])
-    return torch.where(u <= math.exp(log_dead(u.dtype)), 0.0, (mass - u).abs() / u).amax(-1)
+    return ((mass - u).abs() / u.clamp(min=math.exp(log_dead(u.dtype)))).amax(-1)
 
 
 # -- kappa > 0: Newton's method --------------------------------------------------------------------
@@ -405,8 +423,11 @@ class Entropic:
                 "regularizer: its weight is not a positive number; check its parameters"
             )
 
-    def plan(self, *tensors: Tensor) -> Solution | None:
-        """Solve with kappa = 0 without shaping; None if rounding errors matter."""
+    def plan(self, *tensors: Tensor, aim: Tensor | None = None) -> tuple[SoftPlan, Tensor] | None:
+        """Return `plan_softly` with this aim, and its rounding error; None if that matters.
+
+        The loss is not shaped.
+        """
         loss, start, weight, _, t, *_ = tensors
         mdp, eps = self.mdp, torch.finfo(loss.dtype).eps
         tolerance = self.options.tolerance_in(loss.dtype)
@@ -415,15 +436,13 @@ class Entropic:
         (low, high), (small, large) = map(_range, (keep("pair", mdp, loss, 0.0), weight))
         most = mdp.horizon * (max(-low, high) / small + math.log(mdp.num_actions)) if small else 0
         fine = math.isfinite(most) and 0 < small <= large < math.inf and not self.probabilities
-        if not (fine and float(start.amin()) >= 0 and bool((t >= 1).all() and t.isfinite().all())):
+        first, last = _range(t) if t.numel() else (1.0, 1.0)
+        if not (fine and float(start.amin()) >= 0 and 1 <= first <= last < math.inf):
             self.validate(mdp, loss.detach(), start, weight.detach(), t.detach())
         loss = loss.expand(*broadcast(loss.shape[:-2], t.shape), *loss.shape[-2:])
-        plan = plan_softly(mdp, loss, weight, self.centred and not eps * most <= coarse)
-        flow, rounding = plan.errors()
-        if not bool(((flow <= tolerance) & (rounding <= coarse)).all()):
-            return None
-        zero = torch.zeros_like(flow)
-        return Solution(*plan[:2], torch.stack((zero, zero + 1, zero, flow, rounding), -1))
+        plan = plan_softly(mdp, loss, weight, self.centred and not eps * most <= coarse, aim)
+        rounding = plan.rounding()
+        return (plan, rounding) if bool((rounding <= coarse).all()) else None
 
     def solve(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return q, v, the certificate; g, and the gaps and potential of the shaped loss."""
@@ -439,8 +458,8 @@ class Entropic:
         guess = guess.expand_as(shaped.value)
         if self.closed:
             plan = plan_softly(mdp, shaped.gaps, entropy.weight)
-            flow, rounding = plan.errors()
-            dual = rounding + rounding_error(shaped, plan.q, entropy.weight)
+            flow = plan.flow_error()
+            dual = plan.rounding() + rounding_error(shaped, plan.q, entropy.weight)
             good = torch.maximum(flow, dual) <= self.options.tolerance_in(loss.dtype)
             status = torch.where(good, Status.CONVERGED, Status.STALLED).to(flow)
             marks = (status, torch.ones_like(flow), torch.zeros_like(flow), flow, dual)

@@ -22,8 +22,9 @@ from torch_occ.regularizers.parameters import Frozen
 from torch_occ.regularizers.schedules import Schedule
 from torch_occ.regularizers.terms import keep
 from torch_occ.step.budgets import solve_with_budgets
+from torch_occ.step.entropic import Entropic
 from torch_occ.step.graph import autocasts, enroll, promote, solve_in_graph, solve_plainly
-from torch_occ.step.implicit import Setting, solve_setting
+from torch_occ.step.implicit import Setting, entropic_equation, solve_setting
 from torch_occ.step.solution import (
     Budgets,
     Options,
@@ -38,7 +39,7 @@ from torch_occ.step.solution import (
     over,
     report,
 )
-from torch_occ.step.ways import is_entropy, pays_off, why_not
+from torch_occ.step.ways import pays_off, why_not
 
 if TYPE_CHECKING:
     from torch_occ.step.compiled import CompiledStep
@@ -105,7 +106,6 @@ class FTRLStep(Frozen):
         _check_parts(mdp, regularizer, constraints)
         self.mdp, self.regularizer, self.constraints = mdp, regularizer, constraints
         self.options = Options(tolerance, max_steps)
-        self.in_logs, self.closed = is_entropy(regularizer), is_entropy(regularizer, closed=True)
         #: The name of a schedule that depends on t, if there is one.
         schedules = (x for x in regularizer.modules() if isinstance(x, Schedule) and x.depends_on_t)
         self.schedule = next((type(x).__name__ for x in schedules), None)
@@ -224,7 +224,7 @@ class FTRLStep(Frozen):
     ) -> Solution:
         """Solve the step at these parameters of `Evaluator` or its own."""
         if budgets is not None:
-            if warm_start is not None and self.in_logs:
+            if warm_start is not None and self.evaluator.in_logs:
                 # A q that underflowed is no start for the search; the interior point is.
                 empty = ((warm_start == 0) & self.mdp.actions).any(-1).any(-1)
                 warm_start = torch.where(over(empty, 2), self.interior, warm_start)
@@ -271,6 +271,14 @@ class FTRLStep(Frozen):
         loss, start = promote(loss, self.mdp), self.interior if start is None else start
         return self._compiled.compare(loss, t, start, *given, **kind)
 
+    def closed_form(
+        self, loss: Tensor, t: Tensor | float, start: Tensor | None, mdp: LayeredMDP | None
+    ) -> tuple[Entropic, Sequence[Tensor]]:
+        """Return the step of an entropy as an equation, and its tensors."""
+        loss = promote(loss, self.mdp)
+        setting, first, rank = self._prepare(loss, t, start, mdp, None)
+        return entropic_equation(setting, self.options, loss, first, rank, False)
+
     def _solve_in_torch(self, loss: Tensor, *given: Any, check: bool) -> Solution:
         setting, start, rank = self._prepare(loss, *given)
         return solve_setting(setting, self.options, loss, start, rank, check)
@@ -302,7 +310,7 @@ class FTRLStep(Frozen):
         check_types(self.regularizer, model)
         if own and not inside_transform():
             self.regularizer.validate()
-        probabilities = mdp is not None or any(carries_derivative(p) for p in model.probabilities)
+        probabilities = mdp is not None or carries_derivative(*model.probabilities)
         setting = Setting(model, self.evaluator, probabilities, t, tuple(parameters))
         return setting, start.detach(), rank
 

@@ -39,7 +39,7 @@ from torch_occ.step.solution import (
     report,
 )
 from torch_occ.step.system import Factorization, factorize
-from torch_occ.step.ways import is_entropy, solves_in_logs
+from torch_occ.step.ways import solves_in_logs
 
 if TYPE_CHECKING:
     from torch_occ.step.ftrl import FTRLStep
@@ -348,20 +348,32 @@ def solve_setting(
 
     `check` as in `Stationarity`. The tensors of the setting need not be aligned.
     """
-    mdp, evaluator = setting.mdp, setting.evaluator
-    tensors = setting.align(rank, -loss, start)
-    if not solves_in_logs(evaluator.regularizer, mdp):
+    if not solves_in_logs(setting.evaluator, setting.mdp):
+        tensors = setting.align(rank, -loss, start)
         return Solution(*ImplicitSolution.apply(Stationarity(setting, options, check), *tensors))
+    equation, arguments = entropic_equation(setting, options, loss, start, rank, check)
+    found = equation.plan(*arguments) if equation.closed and not inside_transform() else None
+    if found is not None:
+        plan, dual = found
+        zero, flow = torch.zeros_like(dual), plan.flow_error()
+        marks = torch.stack((zero, zero + 1, zero, flow, dual), -1)
+        if bool((flow <= options.tolerance_in(flow.dtype)).all()):
+            return Solution(*plan[:2], marks)
+    return Solution(*ImplicitSolution.apply(equation, *arguments)[:3])
+
+
+def entropic_equation(
+    setting: Setting, options: Options, loss: Tensor, start: Tensor, rank: int, check: bool | None
+) -> tuple[Entropic, Tensors]:
+    """Return the step of an entropy as an equation, and its tensors; arguments as above."""
+    evaluator, tensors = setting.evaluator, setting.align(rank, loss, start)
     given = entropy_of(evaluator.composition, [spread_batch(setting.t), *setting.parameters])
     mdp = setting.bind(tensors[2:]).mdp
-    closed = is_entropy(evaluator.regularizer, closed=True)
     centred = not (setting.probabilities or inside_transform()) and conserves_mass(mdp)
-    equation = Entropic(mdp, options, setting.probabilities, closed, check, centred)
+    equation = Entropic(mdp, options, setting.probabilities, evaluator.closed, check, centred)
     probabilities = mdp.probabilities if setting.probabilities else ()
     entropy = [with_rank(x, rank, 1) for x in given]
-    arguments = (-tensors[0], tensors[1], *entropy, tensors[2], *probabilities)
-    solution = equation.plan(*arguments) if closed and not inside_transform() else None
-    return solution or Solution(*ImplicitSolution.apply(equation, *arguments)[:3])
+    return equation, (*tensors[:2], *entropy, tensors[2], *probabilities)
 
 
 # -- First and second derivatives of the step with respect to the loss; both differentiable --------

@@ -20,7 +20,7 @@ from torch_occ._support.choices import later
 from torch_occ._support.constants import SQUARE
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer, TabularRegularizer
-from torch_occ.regularizers.terms import XLogX
+from torch_occ.regularizers.derivatives import Evaluator
 
 
 def why_not_model(mdp: LayeredMDP, *, batch: bool = False) -> str | None:
@@ -100,39 +100,12 @@ def prefers_rows(mdp: LayeredMDP) -> bool:
     return 12 * entries + 110 * pairs < (0.25 * products + 150 * pairs) / 1.5
 
 
-def is_entropy(regularizer: Regularizer, closed: bool = False) -> bool:
-    """Return whether psi_t is an entropy of torch_occ.step.entropic, for all parameters and t.
-
-    That is, w > 0 and kappa >= 0. With `closed`, return whether also kappa = 0. Only then w may
-    depend on the layer or the state.
-    """
-    places = regularizer.places().values()
-    if any(place.kind == "pair" for place in places):
-        return False
-    closed = closed or bool(places)
-    largest = 0.0
-    for leaf in regularizer.leaves():
-        if not isinstance(leaf, TabularRegularizer):
-            return False
-        weights = {"pair": 0.0, "state": 0.0}
-        for term in leaf.table():
-            known = isinstance(term.weight, float | int) and term.parameter is None
-            if not (known and isinstance(term.function, XLogX) and term.argument in weights):
-                return False
-            weights[term.argument] += float(term.weight)
-        price, largest = sum(weights.values()), max(largest, weights["pair"])
-        if weights["pair"] < 0 or price < 0 or (closed and price > 0):
-            return False
-    return largest > 0
-
-
-def solves_in_logs(regularizer: Regularizer, mdp: LayeredMDP) -> bool:
+def solves_in_logs(evaluator: Evaluator, mdp: LayeredMDP) -> bool:
     """Return whether the torch path solves the step in logarithms.
 
     If kappa > 0, it forms a matrix over the states of each layer: not for wide layers.
     """
-    narrow = max(mdp.layer_sizes) <= SQUARE
-    return is_entropy(regularizer) and (narrow or is_entropy(regularizer, closed=True))
+    return evaluator.closed or (evaluator.in_logs and max(mdp.layer_sizes) <= SQUARE)
 
 
 def prefers_iterations(mdp: LayeredMDP, elements: int, exact: bool) -> bool:
