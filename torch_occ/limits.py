@@ -36,7 +36,7 @@ from torch import Tensor
 
 from torch_occ._support.choices import extra
 from torch_occ._support.constants import TIE
-from torch_occ.mdp.checks import as_tensor, check_that
+from torch_occ.mdp.checks import as_tensor, check_that, check_type
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import optimal_policy
 
@@ -438,13 +438,11 @@ def _uniform_visits(excursions: Excursions) -> Floats:
 
 def _checked(mdp: LayeredMDP, mean: Tensor) -> tuple[LayeredMDP, Tensor]:
     """The MDP and the means in float64 on the CPU, or a ValueError."""
-    kind, fine = type(mdp).__name__, isinstance(mdp, LayeredMDP)
-    check_that(fine, "mdp", "an occ.LayeredMDP", kind, TypeError)
+    check_type("mdp", mdp, LayeredMDP, "an occ.LayeredMDP")
     batch = tuple(mdp.batch_shape)
     check_that(not batch, "mdp", "a single MDP", f"a batch of {batch}")
     mean, shape = as_tensor(mean), tuple(mdp.actions.shape)
-    kind, fine = type(mean).__name__, isinstance(mean, Tensor)
-    check_that(fine, "mean", "a torch tensor", kind, TypeError)
+    check_type("mean", mean, Tensor, "a torch tensor")
     check_that(mean.shape == shape, "mean", f"shape {shape}", tuple(mean.shape))
     mdp, mean = mdp.to("cpu", torch.float64), mean.detach().to("cpu", torch.float64)
     matters = mdp.actions & mdp.reachable.unsqueeze(-1)

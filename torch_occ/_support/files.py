@@ -186,20 +186,18 @@ class Kept:
         if last or time.monotonic() - self.begun > self.every:
             self.save()
 
-    def save(self) -> None:
-        """Write the latest state. If this fails, warn and continue with the work."""
-        if self.latest is None:
-            return
-        try:
-            write_checked(self.path, f"a {self.kind}", self._packed(self.latest))
-            self.latest, self.in_file = None, True
-        except OSError as error:
-            warnings.warn(f"save_to: the {self.kind} is not saved: {error}", stacklevel=4)
-        self.begun = time.monotonic()
+    def save(self) -> Path | None:
+        """Save what is not saved yet; return the file if it holds a state of this work.
 
-    def rescue(self) -> Path | None:
-        """Save what is not saved yet; return the file if it holds a state of this work."""
-        self.save()
+        If this fails, warn and continue with the work.
+        """
+        if self.latest is not None:
+            try:
+                write_checked(self.path, f"a {self.kind}", self._packed(self.latest))
+                self.latest, self.in_file = None, True
+            except OSError as error:
+                warnings.warn(f"save_to: the {self.kind} is not saved: {error}", stacklevel=4)
+            self.begun = time.monotonic()
         return self.path if self.in_file else None
 
     def _packed(self, state: State) -> bytes:

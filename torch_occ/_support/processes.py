@@ -54,7 +54,7 @@ def stoppable(kept: Any, stopped: Callable[[], tuple[str, Any]]) -> Iterator[Non
             yield
         except BaseException as error:
             silence()
-            saved = None if kept is None else kept.rescue()
+            saved = None if kept is None else kept.save()
             if isinstance(error, KeyboardInterrupt | SystemExit):  # Ctrl-C, or the program's exit
                 progress, result = stopped()
                 error.__dict__.update(result=result, saved_to=saved)

@@ -159,7 +159,10 @@ class TensorBoard(Callback):
         own = {f"learner/{name}": x for name, x in run.learner.monitor(run.mdp, run.q).items()}
         self._scalars(curves | self._policy(run) | own | theta, run.t)
         if self.images_per_decade and (run.t >= self.next_image or run.t == run.episodes):
-            self._heat_map(run)
+            best = optimal_policy(run.mdp, run.sums["total_mean"].mean(0)).policy
+            title = f"episode {run.t:,}, mean of {len(run.seeds)} seeds; rings: best policy so far"
+            image = pixels(occupancy_figure(run.mdp, run.q.mean(0), optimal=best, title=title))
+            self.writer.add_image("policy/q", image, run.t, dataformats="HWC")
             self.next_image = run.t * 10 ** (1 / self.images_per_decade)
 
     def on_chunk(self, run: Simulation) -> None:
@@ -215,12 +218,6 @@ class TensorBoard(Callback):
             "policy/loss_above_optimal": float(((q - best) * mean).sum((-2, -1)).mean()),
             "policy/smallest_q": float(torch.where(mdp.actions, q, torch.inf).amin()),
         }
-
-    def _heat_map(self, run: Simulation) -> None:
-        best = optimal_policy(run.mdp, run.sums["total_mean"].mean(0)).policy
-        title = f"episode {run.t:,}, mean of {len(run.seeds)} seeds; rings: best policy so far"
-        image = pixels(occupancy_figure(run.mdp, run.q.mean(0), optimal=best, title=title))
-        self.writer.add_image("policy/q", image, run.t, dataformats="HWC")
 
     def _hparams(self, run: Simulation) -> Any:
         """What the HParams dashboard is told at the start of a run, and last at its end."""

@@ -103,9 +103,7 @@ class Contract:
         what, losses, where = f"losses: {self.losses}.draw", feedback.losses, f"at episode {t}"
         found, shape = _kind(losses), f"{self.mdp.dtype} of shape {tuple(feedback.states.shape)}"
         check_that(found == shape, f"{what} {where}", f"{shape}, like its means", found)
-        wrong = (~losses.isfinite()).nonzero()
-        if len(wrong):
-            i, k = wrong[0].tolist()
+        for i, k in (~losses.isfinite()).nonzero()[:1].tolist():
             state, action = int(feedback.states[i, k]), int(feedback.actions[i, k])
             raise ValueError(
                 f"{self._where(what, t, len(losses))(i)}{self.mdp.locate(state)}, action {action} "

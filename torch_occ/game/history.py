@@ -313,5 +313,4 @@ class LearnerComparison:
             rows.append([name, str(regret), paired, str(uncertified)])
         return ["learner", "regret", f"minus {self.baseline} (95 %)", "uncertified steps"], rows
 
-    def __str__(self) -> str:
-        return self.markdown()
+    __str__ = markdown

@@ -28,7 +28,7 @@ from torch_occ.game.estimators import (
     ImportanceWeighted,
     ReducedVariance,
 )
-from torch_occ.mdp.checks import check_that
+from torch_occ.mdp.checks import check_that, check_type
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import cheapest, interior_point, occupancy, optimal_policy
 from torch_occ.regularizers.base import Regularizer
@@ -275,9 +275,8 @@ class FTRL(Learner):
     ) -> None:
         super().__init__(mdp)
         self.optimistic = optimistic
-        fine, expected = isinstance(regularizer, Regularizer), "for example occ.jin_luo(mdp)"
-        kind = type(regularizer).__name__
-        check_that(fine, "regularizer", f"an occ.Regularizer, {expected}", kind, TypeError)
+        expected = "an occ.Regularizer, for example occ.jin_luo(mdp)"
+        check_type("regularizer", regularizer, Regularizer, expected)
         expected = "an occ.Estimator, for example occ.ImportanceWeighted()"
         fine = isinstance(estimator, Estimator | None)
         check_that(fine, "estimator", expected, repr(estimator), TypeError)
@@ -384,14 +383,11 @@ class FTRL(Learner):
 
     def settings(self) -> dict[str, Any]:
         found: dict[str, Any] = later("game.players").solver_settings(self.step)
+        own = self.estimator  # which has a threshold, or perhaps a bias
         return found | {
-            "estimator": _ESTIMATORS[type(self.estimator)],
-            "bias": getattr(self.estimator, "threshold", self._bias),
+            "estimator": _ESTIMATORS[type(own)],
+            "bias": getattr(own, "threshold", lambda t: 0 * t + getattr(own, "bias", 0.0)),
         }
-
-    def _bias(self, t: Tensor) -> Tensor:
-        """The bias of implicit exploration in episodes t; 0 for other estimators."""
-        return torch.full_like(t, getattr(self.estimator, "bias", 0.0))
 
     def check_settings(self) -> None:
         values = [parameter.tolist() for parameter in self.step.regularizer.parameters()]

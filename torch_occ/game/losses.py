@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.streams import Purpose, stream
-from torch_occ.mdp.checks import as_tensor, check_that
+from torch_occ.mdp.checks import as_tensor, check_that, check_type
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import likeliest, optimal_policy
 
@@ -233,11 +233,9 @@ class StochasticallyConstrained(LossProcess):
 def check_unit_interval(name: str, table: Tensor) -> Tensor:
     """Return a copy of the table; raise a ValueError if an entry is not in [0, 1]."""
     table = as_tensor(table)
-    advice = f"{type(table).__name__}; make one by torch.as_tensor(..., dtype=torch.float64)"
-    check_that(isinstance(table, Tensor), name, "a torch tensor", advice, TypeError)
-    wrong = (~((table >= 0) & (table <= 1))).nonzero()
-    if len(wrong):
-        index = tuple(wrong[0].tolist())
+    advice = "; make one by torch.as_tensor(..., dtype=torch.float64)"
+    check_type(name, table, Tensor, "a torch tensor", advice)
+    for index in map(tuple, (~((table >= 0) & (table <= 1))).nonzero()[:1].tolist()):
         raise ValueError(
             f"{name}: entry {index} is {float(table[index])}; losses must be in [0, 1]"
         )
@@ -310,7 +308,7 @@ class Corrupted(LossProcess):
         target: Tensor | None = None,
     ) -> None:
         process = "an occ.LossProcess, for example occ.BernoulliLosses(mean)"
-        check_that(isinstance(base, LossProcess), "base", process, type(base).__name__, TypeError)
+        check_type("base", base, LossProcess, process)
         check_that(budget >= 0, "budget", "a non-negative number", budget)
         known = strategy in ("front", "uniform", "targeted")
         check_that(known, "strategy", "front, uniform or targeted", repr(strategy))

@@ -27,7 +27,7 @@ from torch_occ.game.estimators import Feedback
 from torch_occ.game.history import History, LearnerComparison, comparator
 from torch_occ.game.learners import FTRL, Learner
 from torch_occ.game.losses import LossProcess, check_noise, mean_square, second_moments
-from torch_occ.mdp.checks import check_that
+from torch_occ.mdp.checks import check_that, check_type
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import invert
 from torch_occ.mdp.occupancy import interior_point, occupancy, policy_of
@@ -37,8 +37,9 @@ from torch_occ.mdp.occupancy import interior_point, occupancy, policy_of
 
 def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> None:
     """Raise an error unless the learner and the losses can play this MDP for so many episodes."""
-    check_kind("learner", learner, Learner, ", for example occ.FTRL")
-    check_kind("losses", losses, LossProcess, ", for example occ.BernoulliLosses(mean)")
+    check_type("learner", learner, Learner, "an occ.Learner, for example occ.FTRL")
+    expected = "an occ.LossProcess, for example occ.BernoulliLosses(mean)"
+    check_type("losses", losses, LossProcess, expected)
     if not hasattr(learner, "mdp"):
         raise TypeError(
             f"learner: {type(learner).__name__} has no mdp; call super().__init__(mdp) in __init__"
@@ -116,12 +117,11 @@ def check_seeds(seeds: tuple[int, ...]) -> None:
     if not seeds:
         raise ValueError("seeds: expected at least one")
     check_that(max(seeds) < 2**64, "seeds", "integers below 2**64", max(seeds))
-    for seed, count in Counter(seeds).items():
-        if count > 1:
-            raise ValueError(
-                f"seeds: {seed} occurs twice; equal seeds play equal runs, which intervals would "
-                "count as independent ones"
-            )
+    for seed in Counter(seeds) - Counter({*seeds}):
+        raise ValueError(
+            f"seeds: {seed} occurs twice; equal seeds play equal runs, which intervals would count "
+            "as independent ones"
+        )
 
 
 def check_callbacks(callbacks: Any) -> list[Callback]:
@@ -131,17 +131,8 @@ def check_callbacks(callbacks: Any) -> list[Callback]:
         raise TypeError(f"callbacks: expected a list, for example [occ.ProgressBar()], got {kind}")
     found = list(callbacks)
     for callback in found:
-        check_kind("callbacks", callback, Callback)
+        check_type("callbacks", callback, Callback, "an occ.Callback")
     return found
-
-
-def check_kind(name: str, thing: Any, kind: type, example: str = "") -> None:
-    """Raise a TypeError unless something is an object of a class of this package."""
-    found = type(thing).__name__
-    if isinstance(thing, type):
-        found = f"the class {thing.__name__}; make an object of it"
-    fine = isinstance(thing, kind)
-    check_that(fine, name, f"an occ.{kind.__name__}{example}", found, TypeError)
 
 
 # -- A run in progress: its sums and curves, which callbacks read, and its state in a file ---------
@@ -609,8 +600,7 @@ def compare_learners(
         ValueError: if there are fewer than two learners or seeds, or if no learner has the name of
             the baseline.
     """
-    fine, expected = isinstance(learners, Mapping), 'a dictionary, {"name": learner, ...}'
-    check_that(fine, "learners", expected, type(learners).__name__, TypeError)
+    check_type("learners", learners, Mapping, 'a dictionary, {"name": learner, ...}')
     if "save_to" in options:
         raise ValueError("save_to: a file holds one run; simulate each learner with its own file")
     names, seeds = list(learners), list(seeds)

@@ -32,6 +32,13 @@ def check_that(
         raise error(f"{name}: expected {expected}, got {found}")
 
 
+def check_type(name: str, x: Any, kind: Any, expected: object, advice: str = "") -> None:
+    """Raise a TypeError unless x is an object of these classes; the advice follows what it is."""
+    found = f"the class {x.__name__}; make an object of it" if isinstance(x, type) else ""
+    found = found or f"{type(x).__name__}{advice}"
+    check_that(isinstance(x, kind), name, expected, found, TypeError)
+
+
 def broadcast(*shapes: torch.Size) -> torch.Size:
     """`torch.broadcast_shapes`, without its tens of microseconds if shapes are equal or ones."""
     distinct = {shape for shape in shapes if shape}
@@ -63,8 +70,8 @@ def as_tensor(x: Any) -> Any:
 
 def check_table(name: str, x: Tensor, mdp: LayeredMDP) -> None:
     """Check that x is a tensor `(*batch, S, A)`; otherwise raise a TypeError or a ValueError."""
-    shape, fine = f"shape (*batch, {mdp.num_states}, {mdp.num_actions})", isinstance(x, Tensor)
-    check_that(fine, name, f"a tensor of {shape}", type(x).__name__, TypeError)
+    shape = f"shape (*batch, {mdp.num_states}, {mdp.num_actions})"
+    check_type(name, x, Tensor, f"a tensor of {shape}")
     check_that(x.shape[-2:] == mdp.actions.shape, name, shape, tuple(x.shape))
 
 
@@ -81,9 +88,9 @@ def check_shapes(
     first = tensors[0]
     for k, p in enumerate(tensors):
         name = f"transitions[{k}]"
-        if not isinstance(p, Tensor) or not p.is_floating_point():
-            kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
-            raise unexpected(name, "a floating-point tensor", kind)
+        kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
+        fine = getattr(kind, "is_floating_point", False)
+        check_that(fine, name, "a floating-point tensor", kind)
         check_dtype(name, p, first, "transitions[0] is")
         if p.layout != torch.strided:
             fine = p.dim() == 2 and not p.dense_dim() and 0 not in p.shape
@@ -133,11 +140,9 @@ def _check_indices(name: str, p: Tensor) -> None:
             advice = f"{p.layout}; convert it with p.to_sparse_csr()"
             raise unexpected(name, "the layout COO, CSR or CSC", advice)
     for what, index, size in (("row", rows, p.shape[0]), ("column", columns, p.shape[1])):
-        wrong = ((index < 0) | (index >= size)).nonzero()
-        if len(wrong):
+        for i in index[(index < 0) | (index >= size)][:1].tolist():
             raise ValueError(
-                f"{name}: the {what} index {int(index[wrong[0]])} is outside a tensor of shape "
-                f"{tuple(p.shape)}"
+                f"{name}: the {what} index {i} is outside a tensor of shape {tuple(p.shape)}"
             )
 
 
@@ -164,10 +169,9 @@ def check_actions(mdp: LayeredMDP) -> None:
     fine = (mask.dtype, mask.shape, mask.device) == (torch.bool, expected, mdp.device)
     found = f"{mask.dtype} of shape {tuple(mask.shape)} on {mask.device}"
     check_that(fine, "actions", f"a boolean mask of shape {expected} on {mdp.device}", found)
-    empty = (~mask.any(-1)).nonzero()
-    if len(empty):
+    for state in (~mask.any(-1)).nonzero().flatten().tolist()[:1]:
         raise ValueError(
-            f"actions: {mdp.locate(int(empty[0]))} has no action; give every state at least one"
+            f"actions: {mdp.locate(state)} has no action; give every state at least one"
         )
     origin = tuple(mdp.origin.shape)
     check_that(origin == (mdp.num_states,), "origin", f"shape ({mdp.num_states},)", origin)

@@ -112,15 +112,14 @@ class GraphMDP(LayeredMDP):
         # Flows of a network have errors of single precision.
         negative, off = ~(given >= -1e-6), ~((given - self.flows(q)).abs() <= 1e-6)
         wrong = negative if bool(negative.any()) else off
-        if bool(wrong.any()):
-            place = tuple(wrong.nonzero()[0].tolist())
-            batch = f", element {list(place[:-1])}" if len(place) > 1 else ""
+        for *element, edge in wrong.nonzero()[:1].tolist():
+            batch = f", element {element}" if element else ""
             repeats = bool((self._owner.bincount()[: len(self.edges)] > 1).any())
             walks = f", along paths of at most {self.horizon} edges" if repeats else ""
             raise ValueError(
-                f"flows: edge {place[-1]}, {self.edges[place[-1]]}{batch}: found "
-                f"{float(given[place]):g}; expected a unit of flow from the source to the target, "
-                f"nonnegative, and as much into every other node as out of it{walks}"
+                f"flows: edge {edge}, {self.edges[edge]}{batch}: found "
+                f"{float(given[*element, edge]):g}; expected a unit of flow from the source to the "
+                f"target, nonnegative, and as much into every other node as out of it{walks}"
             )
         return q
 

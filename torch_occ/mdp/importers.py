@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import extra
-from torch_occ.mdp.checks import Table, check_that, unexpected
+from torch_occ.mdp.checks import Table, check_type, unexpected
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.unroll import ABSORBING, Outcomes, finish, unroll
 
@@ -69,10 +69,8 @@ class RewardMDP(LayeredMDP):
 
 def build(outcomes: Outcomes, rewards: Tensor, horizon: int, initial: Table | int) -> RewardMDP:
     """The layered MDP of a list of outcomes, with a reward `(n,)` for each."""
-    if not bool(rewards.isfinite().all()):
-        raise ValueError(
-            f"rewards: expected finite numbers, found {float(rewards[~rewards.isfinite()][0])}"
-        )
+    for wrong in rewards[~rewards.isfinite()].tolist()[:1]:
+        raise ValueError(f"rewards: expected finite numbers, found {wrong}")
     low, high = map(float, torch.nn.functional.pad(rewards, (0, 1)).aminmax())
     reward = outcomes.sums(outcomes.probability * rewards)
     # If all rewards are zero, any interval will do.
@@ -220,8 +218,7 @@ def _make(env: Any, options: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
             raise ValueError(
                 "options: are for making an environment from its id; this one is made already"
             )
-        kind, expected = type(env).__name__, "a Gymnasium environment or its id"
-        check_that(isinstance(env, gymnasium.Env), "env", expected, kind, TypeError)
+        check_type("env", env, gymnasium.Env, "a Gymnasium environment or its id")
         return env
     try:
         return gymnasium.make(env, **options)

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch_occ._support.choices import later
 from torch_occ._support.private import standard_gamma, versions_of
 from torch_occ.mdp import checks
-from torch_occ.mdp.checks import Table, as_tensor, broadcast, check_that
+from torch_occ.mdp.checks import Table, as_tensor, broadcast, check_that, check_type
 from torch_occ.mdp.layers import DenseLayer, Layer, SparseLayer
 from torch_occ.mdp.unroll import ABSORBING, finish, outcomes_of, unroll
 
@@ -137,8 +137,7 @@ class LayeredMDP:
         """
         sizes = {"seed": seed, "horizon": horizon, "width": width, "num_actions": num_actions}
         for name, number in sizes.items():
-            whole = isinstance(number, SupportsIndex)
-            check_that(whole, name, "a whole number", type(number).__name__, TypeError)
+            check_type(name, number, SupportsIndex, "a whole number")
             check_that(number >= 1 or name == "seed", name, "at least 1", number)
         check_that(concentration > 0, "concentration", "a positive number", concentration)
         generator = torch.Generator().manual_seed(operator.index(seed))
@@ -405,9 +404,7 @@ class LayeredMDP:
             return f"{self.num_actions} actions instead of {other.num_actions}"
         if (self.dtype, self.device) != (other.dtype, other.device):
             return f"{self.dtype} on {self.device} instead of {other.dtype} on {other.device}"
-        changed = (self.actions != other.actions).nonzero()
-        if len(changed):
-            state, action = changed[0].tolist()
+        for state, action in (self.actions != other.actions).nonzero()[:1].tolist():
             which = "an" if bool(self.actions[state, action]) else "no"
             return f"{which} action {action} in {self.locate(state)}"
         return None

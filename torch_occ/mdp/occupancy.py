@@ -161,10 +161,9 @@ def occupancy(mdp: LayeredMDP, policy: Tensor, *, in_order: bool = False) -> Ten
         plain, tolerance = policy.detach(), math.sqrt(row_tolerance(policy.dtype))
         plain = torch.where(mdp.actions, plain, -plain.abs())  # masked actions have probability 0
         fine = ((plain.sum(-1) - 1).abs() <= tolerance) & (plain.amin(-1) >= -tolerance)
-        if len(wrong := (~fine).nonzero()):
-            *batch, state = wrong[0].tolist()
+        for *batch, state in (~fine).nonzero()[:1].tolist():
             element = f"batch element {tuple(batch)}, " if batch else ""
-            place, found = f"policy: {element}{mdp.locate(state)}", policy[tuple(wrong[0])].tolist()
+            place, found = f"policy: {element}{mdp.locate(state)}", policy[*batch, state].tolist()
             raise unexpected(place, "probabilities of its actions that sum to 1", found)
     flow = LayeredFlow(mdp, in_order=True) if in_order else flow_of(mdp)
     return flow.forward(policy, flow_source(mdp)).unsqueeze(-1) * policy

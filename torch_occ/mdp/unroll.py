@@ -71,11 +71,10 @@ def finish(
     check_that(fine, "actions", f"a boolean mask of shape {shape}", given)
     ends = torch.zeros(shape[0], dtype=torch.bool, device=device)
     ends[list(terminal)] = True
-    idle = (~actions.any(-1) & ~ends).nonzero()
-    if len(idle):
+    for state in (~actions.any(-1) & ~ends).nonzero().flatten().tolist()[:1]:
         raise ValueError(
-            f"actions: state {int(idle[0])} has no action; give every state at least one, or name "
-            "it in terminal"
+            f"actions: state {state} has no action; give every state at least one, or name it in "
+            "terminal"
         )
     exist = actions & ~ends.unsqueeze(-1)
     found = replace(outcomes, actions=exist).select(exist[outcomes.state, outcomes.action])

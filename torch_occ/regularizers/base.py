@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.mdp.checks import broadcast, check_that
+from torch_occ.mdp.checks import broadcast, check_that, check_type
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers import parameters
 from torch_occ.regularizers import terms as tables
@@ -187,9 +187,8 @@ class Scaled(Frozen, Regularizer):
 
     def __init__(self, regularizer: Regularizer, factor: Schedule | float, power: int) -> None:
         super().__init__()
-        kind, advice = type(factor).__name__, "; occ.Constant(x) is a Schedule"
-        fine = isinstance(factor, Schedule | int | float)
-        check_that(fine, "factor", "a positive number or a Schedule", f"{kind}{advice}", TypeError)
+        expected, advice = "a positive number or a Schedule", "; occ.Constant(x) is a Schedule"
+        check_type("factor", factor, Schedule | int | float, expected, advice)
         if not isinstance(factor, Schedule) and not 0 < factor < math.inf:
             raise ValueError(f"a regularizer can only be scaled by a positive number, got {factor}")
         self.regularizer, self.factor, self.power = regularizer, factor, power

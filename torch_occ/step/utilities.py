@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_occ.mdp.checks import as_tensor, broadcast, check_that
+from torch_occ.mdp.checks import as_tensor, broadcast, check_that, check_type
 from torch_occ.step.budgets import raised
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import Linearization
@@ -104,12 +104,11 @@ class UtilityStep(nn.Module):
         self, step: FTRLStep, features: Tensor, utility: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__()
-        features, kind, fine = as_tensor(features), type(step).__name__, isinstance(step, FTRLStep)
-        check_that(fine, "step", "an FTRLStep", kind, TypeError)
+        features = as_tensor(features)
+        check_type("step", step, FTRLStep, "an FTRLStep")
         if step.constraints is not None:
             raise ValueError("step: has budgets; make one without, F can put a price on a cost")
-        kind = type(utility).__name__
-        check_that(callable(utility), "utility", "a function of z", kind, TypeError)
+        check_type("utility", utility, Callable, "a function of z")
         pairs = tuple(step.interior.shape[-2:])
         if features.dim() < 3 or tuple(features.shape[-2:]) != pairs:
             shape = tuple(features.shape)
@@ -138,7 +137,7 @@ class UtilityStep(nn.Module):
             SolveError: if an element could not be certified; NOT_CONVEX if F is not convex there.
             TypeError, ValueError: if an argument is wrong, or F has a wrong shape.
         """
-        search = _FeatureSearch(self, cumulative_loss.detach(), t)
+        search = _FeatureSearch(self, cumulative_loss, t)
         point, steps = search.newton(search.at(search.first, 1.0), 1.0)
         lost = ~(point.error <= _LOST)
         if bool(lost.any()):
@@ -147,12 +146,10 @@ class UtilityStep(nn.Module):
         q, z, y = point.inner.q, point.z, point.y
         if torch.is_grad_enabled():
             # Differentiable outer steps. The numbers do not change, but for rounding.
-            G = torch.where(self.step.mdp.actions, self.features, 0.0)
             for last in (False, False, True):
                 y = search.slopes(z)[0]
-                priced = cumulative_loss + (over(y, 2) * G).sum(-3)
-                q = self.step.solve(priced, t, check=False).q
-                found = (G * q.unsqueeze(-3)).sum((-2, -1))
+                q = search.answer(cumulative_loss, y).q
+                found = search.gather(q)
                 z = found if last else z - torch.linalg.solve(point.J, z - found)
         error = torch.maximum(point.error, point.inner.dual_residual)
         status = point.inner.status
@@ -165,11 +162,11 @@ class UtilityStep(nn.Module):
 
 
 class _FeatureSearch:
-    """The search for the features of one call of `UtilityStep`, on plain tensors."""
+    """The search for the features of one call of `UtilityStep`, without a graph."""
 
     def __init__(self, owner: UtilityStep, loss: Tensor, t: Tensor | float | None) -> None:
-        self.step, self.utility, self.G = owner.step, owner.utility, owner.features.detach()
-        self.G = torch.where(self.step.mdp.actions, self.G, 0.0)
+        self.step, self.utility = owner.step, owner.utility
+        self.G = torch.where(self.step.mdp.actions, owner.features, 0.0)
         batch = broadcast(loss.shape[:-2], self.G.shape[:-3], torch.as_tensor(t or 1.0).shape)
         self.loss, self.t = loss.expand(*batch, *loss.shape[-2:]), t
         self.tolerance = self.step.options.tolerance_in(loss.dtype)
@@ -182,6 +179,10 @@ class _FeatureSearch:
         if not bool(torch.isfinite(value).all()):
             z = self.first[~torch.isfinite(value)][0].tolist()
             raise ValueError(f"utility: not finite at the features {z} of a policy")
+
+    def answer(self, loss: Tensor, y: Tensor) -> Solution:
+        """Return the step at prices y, `(*batch, m)`."""
+        return self.step.solve(loss + (over(y, 2) * self.G).sum(-3), self.t, check=False)
 
     def gather(self, q: Tensor) -> Tensor:
         """Return G q, `(*batch, m)`."""
@@ -211,8 +212,7 @@ class _FeatureSearch:
         inside = torch.isfinite(y).all(-1) & torch.isfinite(curvature).all((-2, -1))
         y = torch.where(over(inside, 1), y, 0.0)
         z = torch.where(over(inside, 1), z, torch.nan)
-        priced = self.loss + (over(y, 2) * self.G).sum(-3)
-        inner = self.step.solve(priced, self.t, check=False)
+        inner = self.answer(self.loss, y)
         q, r, exists = raised(inner.q), z - self.gather(inner.q), self.step.mdp.actions
         t = torch.as_tensor(1.0 if self.t is None else self.t, dtype=q.dtype, device=q.device)
         batch = z.shape[:-1]

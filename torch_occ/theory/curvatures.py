@@ -66,12 +66,10 @@ def curvatures(
 
     With eta and beta they are those of psi_t: c / eta and d / eta + beta / q(s,a)^2.
     """
-    lonely = (mdp.actions.sum(-1) == 1).nonzero()
-    if len(lonely) and alpha > 0:
+    for state in ((mdp.actions.sum(-1) == 1) & (alpha > 0)).nonzero().flatten().tolist()[:1]:
         raise ValueError(
-            f"mdp: {mdp.locate(int(lonely[0]))} has one action, where the Hessian of "
-            "eq:hybrid_alternative is infinite; "
-            "its inverse is finite, see theory.inverse_hessian"
+            f"mdp: {mdp.locate(state)} has one action, where the Hessian of eq:hybrid_alternative "
+            "is infinite; its inverse is finite, see theory.inverse_hessian"
         )
     four = 4 * torch.as_tensor(eta, dtype=q.dtype, device=q.device)[..., None, None]
     x = keep("pair", mdp, q, 1.0)

@@ -317,12 +317,7 @@ class Records(NamedTuple):
 
 
 def _against(
-    mdp: LayeredMDP,
-    parameters: Parameters,
-    records: Records,
-    mappings: Tensor,
-    stability: Tensor,
-    rest: Tensor,
+    mdp: LayeredMDP, parameters: Parameters, records: Records, mappings: Tensor
 ) -> dict[str, Tensor]:
     """Everything that depends on the comparator, `(C, N)` each; the mappings are `(C, N, S, A)`."""
     alpha, best = parameters.alpha, occupancy(mdp, mappings)
@@ -349,8 +344,6 @@ def _against(
         "penalty": penalty,
         "penalty_bound": penalty_limit,
         "stability_bound": stability_limit,
-        "bound_terms": penalty + stability + rest,
-        "bound_lemmas": penalty_limit + stability_limit + rest,
         "penalty_now": best_value - values,
         "penalty_now_bound": last[0],
         "stability_now_bound": last[1],
@@ -423,9 +416,12 @@ class Certificate(Callback):
         first_step = (right * records.first_step + left * records.first_step_before).cumsum(0)
         own = optimal_policy(mdp, records.charged).policy
         shared = optimal_policy(mdp, records.charged.mean(1)).policy.unsqueeze(1).expand_as(own)
-        found = other = _against(mdp, parameters, records, own, stability, rest)
-        if not torch.equal(own, shared):
-            other = _against(mdp, parameters, records, shared, stability, rest)
+        found = _against(mdp, parameters, records, own)
+        same = torch.equal(own, shared)
+        other = {**found} if same else _against(mdp, parameters, records, shared)
+        for each in (found, other):
+            each["bound_terms"] = each["penalty"] + stability + rest
+            each["bound_lemmas"] = each["penalty_bound"] + each["stability_bound"] + rest
         found["regret"] = records.regret
         found |= {f"{name}_shared": other[name] for name in _SHARED}
         found |= {

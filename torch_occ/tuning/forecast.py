@@ -58,18 +58,18 @@ class Quadrature:
         cls, starts: Sequence[int], episodes: int, per_decade: float, like: Tensor
     ) -> Quadrature:
         """Nodes for phases that begin after the episodes `starts`, of which the first is 0."""
-        inside, weights, slopes = _gauss(NODES)
+        nodes, partial, weights, slopes = _gauss(NODES)
         t, phase, ends = list[float](), list[int](), list[int]()
-        before, upto = list[dict[int, float]](), list[dict[int, float]]()
-        total: dict[int, float] = {}  # the sum so far, as node -> weight
+        before, upto = list[list[float]](), list[list[float]]()
+        total = list[float]()  # the sum so far, as the weights of the nodes
         for p, (start, stop) in enumerate(pairwise([*starts, episodes])):
             for episode in range(start + 1, min(start + HEAD, stop) + 1):
-                before.append(dict(total))
-                total[len(t)] = 1.0
+                before.append([*total])
+                total.append(1.0)
                 t.append(float(episode))
                 phase.append(p)
                 ends.append(episode)
-                upto.append(dict(total))
+                upto.append([*total])
             if stop - start <= HEAD:
                 continue
             count = max(1, int(np.ceil(per_decade * np.log10((stop - start + 0.5) / (HEAD + 0.5)))))
@@ -77,19 +77,16 @@ class Quadrature:
                 np.round(np.geomspace(HEAD + 0.5, stop - start + 0.5, count + 1) - 0.5) + 0.5
             )
             for low, high in pairwise(edges):
-                first, width = len(t), np.log(high / low)
-                local = low * np.exp(width * inside[0])
-                for i in range(NODES):
-                    # Up to the middle of node i, minus the half of its own episode before it.
-                    own = width * inside[1][i] * local - 0.5 * (np.arange(NODES) == i)
-                    before.append(total | {first + j: x for j, x in enumerate(own)})
-                    t.append(start + local[i])
-                    phase.append(p)
-                for j in range(NODES):
-                    ends_slope = slopes[1, j] / (width * high) - slopes[0, j] / (width * low)
-                    total[first + j] = width * weights[j] * local[j] - ends_slope / 24
+                width = np.log(high / low)
+                local = low * np.exp(width * nodes)
+                # Up to the middle of each node, minus the half of its own episode before it.
+                before += [[*total, *own] for own in width * partial * local - 0.5 * np.eye(NODES)]
+                t += [*(start + local)]
+                phase += [p] * NODES
+                slope = slopes[1] / (width * high) - slopes[0] / (width * low)
+                total += [*(width * weights * local - slope / 24)]
                 ends.append(start + int(high))
-                upto.append(dict(total))
+                upto.append([*total])
         return cls(
             torch.tensor(t, dtype=like.dtype, device=like.device),
             torch.tensor(phase, device=like.device),
@@ -98,29 +95,25 @@ class Quadrature:
             _matrix(upto, len(t), like),
         )
 
-    def sums_before(self, f: Tensor) -> Tensor:
-        """sum_{tau < t} f(tau) at every node: `(K, *event)` -> `(K, *event)`."""
-        return torch.tensordot(self.before, f, 1)
-
     def sums(self, f: Tensor) -> Tensor:
         """sum_{tau <= end} f(tau) at every end: `(K, *event)` -> `(C, *event)`."""
         return torch.tensordot(self.upto, f, 1)
 
 
-def _gauss(n: int) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray, np.ndarray]:
+def _gauss(n: int) -> tuple[np.ndarray, ...]:
     """Gauss quadrature on [0, 1]: nodes with the integrals up to each, weights, and end slopes."""
     x, w = np.polynomial.legendre.leggauss(n)
     nodes, powers = (x + 1) / 2, np.arange(n)
     basis = np.linalg.inv(nodes[:, None] ** powers)  # values at the nodes -> coefficients
     partial = nodes[:, None] ** (powers + 1) / (powers + 1)
     slopes = np.stack([(powers == 1).astype(float), powers.astype(float)])
-    return (nodes, partial @ basis), w / 2, slopes @ basis
+    return nodes, partial @ basis, w / 2, slopes @ basis
 
 
-def _matrix(rows: list[dict[int, float]], columns: int, like: Tensor) -> Tensor:
+def _matrix(rows: list[list[float]], columns: int, like: Tensor) -> Tensor:
     dense = np.zeros((len(rows), columns))
     for i, row in enumerate(rows):
-        dense[i, list(row)] = list(row.values())
+        dense[i, : len(row)] = row
     return torch.tensor(dense, dtype=like.dtype, device=like.device)
 
 
@@ -350,7 +343,7 @@ def _noise(
     Pi = linear.dense()  # (K, *batch, S * A, S * A)
     flat, visited = mean.flatten(-2), second_moment(linear.mdp, q, mean, noise, baseline)
     b = baseline.flatten(-2)
-    C = grid.sums_before(visited - outer(flat - b))
+    C = torch.tensordot(grid.before, visited - outer(flat - b), 1)
     u = (Pi @ flat.unsqueeze(-1)).squeeze(-1).unflatten(-1, q.shape[-2:])
     mixed = (b.unsqueeze(-2) @ Pi @ (2 * flat - b).unsqueeze(-1))[..., 0, 0]
     return linear.bend(u, Pi @ C @ Pi), (Pi * visited).sum((-2, -1)) + mixed

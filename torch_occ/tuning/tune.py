@@ -22,7 +22,7 @@ from torch_occ.game.estimators import Estimator, ReducedVariance, centred
 from torch_occ.game.learners import FTRL, Learner
 from torch_occ.game.losses import LossProcess
 from torch_occ.game.shifted import ShiftedFTRL
-from torch_occ.mdp.checks import check_that
+from torch_occ.mdp.checks import check_that, check_type
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import ConditionalEntropy, LogBarrier, Tsallis
@@ -388,9 +388,8 @@ def tune(
         OSError: if `save_to` cannot be written, before the first step.
         RuntimeError: if no evaluation was finite and certified.
     """
-    kind = type(regularizer).__name__
-    fine, advice = isinstance(regularizer, Regularizer), "; the order is tune(objective, psi)"
-    check_that(fine, "regularizer", "an occ.Regularizer", f"{kind}{advice}", TypeError)
+    advice = "; the order is tune(objective, psi)"
+    check_type("regularizer", regularizer, Regularizer, "an occ.Regularizer", advice)
     fine, found = steps >= 0 and starts >= 1, f"{steps} and {starts}"
     check_that(fine, "steps, starts", "steps >= 0 and starts >= 1", found)
     space = ParameterSpace(regularizer, only, bounds or {})
