@@ -373,11 +373,11 @@ class Comparison:
     @property
     def wrong(self) -> dict[str, list[str]]:
         """The entries that are wrong, by the name of the answer."""
-        found: dict[str, list[str]] = {}
-        for answer in self.answers:
-            wrong = [what for what, e in answer.errors.items() if not e <= self.tolerance]
-            found |= {answer.name: wrong} if wrong else {}
-        return found
+        each = ((x.name, x.errors.items()) for x in self.answers)
+        wrong = {
+            name: [what for what, e in errors if not e <= self.tolerance] for name, errors in each
+        }
+        return {name: what for name, what in wrong.items() if what}
 
     def __str__(self) -> str:
         names = [name for name in self.answers[0].gradients if name != "loss"]

@@ -276,6 +276,13 @@ def check_fits(name: str, table: Tensor, mdp: LayeredMDP) -> None:
     check_that(found == expected, name, expected, found)
 
 
+def size_of_change(mdp: LayeredMDP, change: Tensor) -> Tensor:
+    """2 sum_k max_{s in S_k, a} |change|, `(*batch, S, A)` -> `(*batch,)`."""
+    sizes = torch.where(mdp.actions, change.abs(), 0.0)
+    first, *others = (layer.amax((-2, -1)) for layer in mdp.split(sizes, -2))
+    return 2 * sum(others, first)
+
+
 # -- Corrupted losses: the means of another process are changed, within a budget -------------------
 
 
@@ -339,8 +346,7 @@ class Corrupted(LossProcess):
             best = optimal_policy(mdp, self.target, in_order=True).policy > 0
             wanted = torch.where(best, 1.0, clean)
         attack = torch.where(mdp.actions, wanted - clean, 0.0)
-        cost = 2 * sum(layer.abs().amax((-2, -1)) for layer in mdp.split(attack, -2))  # (n, N or 1)
-        assert isinstance(cost, Tensor)
+        cost = size_of_change(mdp, attack)  # (n, N or 1)
         share = torch.ones_like(cost)
         if self.strategy == "uniform" and self.episodes is not None:
             share = self.budget / self.episodes / cost.clamp(min=1e-300)

@@ -126,9 +126,7 @@ def check_seeds(seeds: tuple[int, ...]) -> None:
 
 def check_callbacks(callbacks: Any) -> list[Callback]:
     """The callbacks as a list; a TypeError if one is something else."""
-    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
-        kind = type(callbacks).__name__
-        raise TypeError(f"callbacks: expected a list, for example [occ.ProgressBar()], got {kind}")
+    check_type("callbacks", callbacks, Iterable, "a list, for example [occ.ProgressBar()]")
     found = list(callbacks)
     for callback in found:
         check_type("callbacks", callback, Callback, "an occ.Callback")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch_occ.engine.lanes import anywhere, lane, sqrt, where
 from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Work, routine
 from torch_occ.engine.learners import count_visit
-from torch_occ.engine.play import Game, Tally
+from torch_occ.engine.play import Game, PerPair, PerState, Tally
 from torch_occ.game.estimators import Feedback
 from torch_occ.game.learners import Learner
 from torch_occ.mdp.checks import check_that
@@ -246,9 +246,8 @@ class CountingLearner(Learner):
             "epoch_start": pairs.new_ones(num_seeds),
         }
         if self.widths is not None:  # everything is possible, if there is more than one state
-            shapes = transition_shapes(self.mdp)
-            found = [counts.new_full((num_seeds, *s), float(s[-1] > 1)) for s in shapes]
-            self.state["widths"] = join_transitions(found)
+            sizes = (counts.new_full((*s,), s[-1]) for s in transition_shapes(self.mdp))
+            self.state["widths"] = (join_transitions([*sizes]) > 1).to(counts).expand_as(counts)
 
     def transitions(self) -> Table:
         """The empirical transitions of the epoch, one tensor `(N, S_k, A, S_{k+1})` per layer."""
@@ -323,6 +322,20 @@ class Confidence(NamedTuple):
     bounded: bool  # whether there are widths; if not, those below are not used
     bonus: bool  # whether there is one
     widths: Widths
+
+
+#: The fields that the compiled forms of these learners share.
+COUNTING: dict[str, Any] = {
+    **dict.fromkeys(("counts", "belief", "widths", "lower", "upper"), Floats),  # (M,)
+    **dict.fromkeys(("visits", "epoch_visits", "q", "estimate", "policy", "room"), PerPair),
+    **dict.fromkeys(("ahead", "order"), PerState),
+    "epochs": Floats,  # (1,)
+    "epoch_start": Floats,  # (1,)
+    "begun": Annotated[Floats, 1],  # whether an epoch begins
+    "confidence": Confidence,
+    "entry": Ints,
+    "bias": float,
+}
 
 
 @routine(inline=True)

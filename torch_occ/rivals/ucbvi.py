@@ -56,24 +56,24 @@ LOWER, UPPER, SPREAD = 0, 1, 2
 Kind = Literal["hoeffding", "bernstein", "sharp"]
 
 
-class CompiledOptimist(NamedTuple):
-    """`UCBVI`, `EULER` and `StrongEuler`."""
+#: The fields that all compiled forms share. Those of `MultiLayerUCBVI` have a row for each layer,
+#: and a last one for the data of all, in `visits`, `losses`, `counts`, `mean` and `root`.
+_PLANNING: dict[str, Any] = {
+    **dict.fromkeys(("visits", "losses", "mean", "root", "allowed"), PerPair),
+    "counts": Floats,  # (M,)
+    "lower": PerPair,  # Q_lower
+    "bonus": int,
+    "monotone": bool,  # whether lower bounds never fall
+    "corruption": float,
+    "entry": Ints,
+    "bounds": Annotated[Floats, 2, "pairs"],
+    "values": Annotated[Floats, 3, "states"],
+    "choice": PerState,
+}
 
-    visits: PerPair
-    losses: PerPair
-    counts: Floats  # (M,)
-    lower: PerPair  # Q_lower
-    bonus: int
-    monotone: bool  # whether lower bounds never fall
-    corruption: float
-    logs: Shared  # (n + 1,), the logarithm in the bonus
-    entry: Ints
-    mean: PerPair
-    root: PerPair
-    allowed: PerPair
-    bounds: Annotated[Floats, 2, "pairs"]
-    values: Annotated[Floats, 3, "states"]
-    choice: PerState
+#: The compiled form of `UCBVI`, `EULER` and `StrongEuler`; `logs` has the logarithm in the bonus.
+_FIELDS = _PLANNING | {"logs": Shared}
+CompiledOptimist: Any = NamedTuple("CompiledOptimist", [*_FIELDS.items()])  # type: ignore[misc]
 
 
 @propose.register(CompiledOptimist)
@@ -313,29 +313,17 @@ class Averages(NamedTuple):
     root: Floats  # (S * A,)
 
 
-class CompiledLayers(NamedTuple):
-    """`MultiLayerUCBVI`; the first layer is the fastest, and a last row has the data of all."""
-
-    visits: PerPair  # (R + 1, S * A)
-    losses: PerPair  # (R + 1, S * A)
-    counts: Floats  # (R + 1, M)
-    lower: PerPair  # Q_lower
-    possible: PerPair  # (R, S * A), 1 where the layer found the action possible at its last turn
-    seeds: Any
-    bonus: int
-    monotone: bool
-    logarithm: float
-    corruption: float
-    entry: Ints
-    mean: Floats  # (R + 1, S * A)
-    root: Floats  # (R + 1, S * A)
-    layer: Annotated[Floats, 1]  # the layer that plays
-    own: Averages  # its data
-    left: Floats  # (R, S * A), 1 where slower layers leave an action to a layer
-    allowed: PerPair
-    bounds: Annotated[Floats, 2, "pairs"]
-    values: Annotated[Floats, 3, "states"]
-    choice: PerState
+#: What `MultiLayerUCBVI` has beside them; the first layer is the fastest.
+_OWN: dict[str, Any] = {
+    "possible": PerPair,  # (R, S * A), 1 where the layer found the action possible at its last turn
+    "seeds": Any,
+    "logarithm": float,
+    "layer": Annotated[Floats, 1],  # the layer that plays
+    "own": Averages,  # its data
+    "left": Floats,  # (R, S * A), 1 where slower layers leave an action to a layer
+}
+_IN_LAYERS = _PLANNING | _OWN
+CompiledLayers: Any = NamedTuple("CompiledLayers", [*_IN_LAYERS.items()])  # type: ignore[misc]
 
 
 class MultiLayerUCBVI(OptimisticLearner):
@@ -422,7 +410,7 @@ def data_of(own: Any, r: int) -> Averages:
 
 
 @routine(inline=True)
-def take_turn(seed: int, t: int, learner: CompiledLayers) -> None:
+def take_turn(seed: int, t: int, learner: Any) -> None:
     """Draw the layer of episode t for one seed, and copy its data, since lanes differ in it."""
     number, r, own = uniform(key_of(episode_key(seed, t), 0), 0), 0, learner.own
     while r < len(learner.possible) and number < 0.5 ** (r + 1):
@@ -438,7 +426,7 @@ def take_turn(seed: int, t: int, learner: CompiledLayers) -> None:
 
 
 @routine(inline=True)
-def supervise(num_actions: int, slowest: int, own: CompiledLayers) -> None:
+def supervise(num_actions: int, slowest: int, own: Any) -> None:
     """Leave to faster layers what all slower ones found possible; if nothing, the slowest count."""
     left, possible = own.left, own.possible
     for first in range(0, len(own.allowed), num_actions):
@@ -451,7 +439,7 @@ def supervise(num_actions: int, slowest: int, own: CompiledLayers) -> None:
 
 
 @routine(inline=True)
-def find_possible(num_actions: int, own: CompiledLayers) -> None:
+def find_possible(num_actions: int, own: Any) -> None:
     """The allowed actions of one seed whose lower bound is at most the smallest upper bound."""
     allowed, bounds, r = own.allowed, own.bounds, int(own.layer[0])
     for first in range(0, len(allowed), num_actions):

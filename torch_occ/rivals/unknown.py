@@ -9,15 +9,15 @@ which is the default, has none of these and no proof.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from torch_occ.engine import layout as at
 from torch_occ.engine.lanes import Shared, power, where
-from torch_occ.engine.layout import Floats, Ints, Model, Solver, Work, routine
+from torch_occ.engine.layout import Model, Solver, Work, routine
 from torch_occ.engine.learners import take_step
-from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, occupy_by, propose
+from torch_occ.engine.play import Game, PerPair, Tally, observe, occupy_by, propose
 from torch_occ.game.learners import FTRL
 from torch_occ.game.players import solver_settings
 from torch_occ.mdp.checks import check_that
@@ -27,43 +27,26 @@ from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.catalog import LogBarrier, Tsallis
 from torch_occ.regularizers.schedules import InverseSqrt
 from torch_occ.rivals import beliefs
-from torch_occ.rivals.beliefs import Confidence, CountingLearner, Widths
+from torch_occ.rivals.beliefs import CountingLearner, Widths
 from torch_occ.step.arrays import WeightsOverTime, model_of
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.ways import why_not_game
 
-
-class CompiledUnknown(NamedTuple):
-    """`UnknownFTRL`. Weight k of psi is `powers[0, k]` * time ** `powers[1, k]`."""
-
-    counts: Floats  # (M,)
-    visits: PerPair
-    epoch_visits: PerPair
-    belief: Floats  # (M,)
-    epochs: Floats  # (1,)
-    epoch_start: Floats  # (1,)
-    widths: Floats  # (M,)
-    cumulative_loss: PerPair
-    q: PerPair  # the occupancy measure of the believed model
-    solver: Solver  # its middle belongs to the believed model
-    believed: Model
-    confidence: Confidence
-    powers: Shared  # (2, K or K * S * A)
-    restart: bool
-    bias: float
-    uniform: PerPair  # the uniform policy
-    entry: Ints
-    lower: Floats  # (M,)
-    upper: Floats  # (M,)
-    room: PerPair
-    bonus: PerPair
-    ahead: PerState
-    order: PerState
-    policy: PerPair
-    loss: PerPair  # of the step
-    estimate: PerPair
-    fresh: PerPair  # the q with which an epoch begins
-    begun: Annotated[Floats, 1]  # whether an epoch begins
+#: What `UnknownFTRL` has beside the fields of all counting learners. Weight k of psi is
+#: `powers[0, k]` * time ** `powers[1, k]`.
+_OWN: dict[str, Any] = {
+    "cumulative_loss": PerPair,
+    "solver": Solver,  # its middle belongs to the believed model, as does q
+    "believed": Model,
+    "powers": Shared,  # (2, K or K * S * A)
+    "restart": bool,
+    "uniform": PerPair,  # the uniform policy
+    "bonus": PerPair,
+    "loss": PerPair,  # of the step
+    "fresh": PerPair,  # the q with which an epoch begins
+}
+_FIELDS = beliefs.COUNTING | _OWN
+CompiledUnknown: Any = NamedTuple("CompiledUnknown", [*_FIELDS.items()])  # type: ignore[misc]
 
 
 class UnknownFTRL(CountingLearner):
@@ -203,7 +186,7 @@ def _observe_unknown(game: Game, t: int, tally: Tally, learner: Any, work: Work)
 
 
 @routine(inline=True)
-def believe(learner: CompiledUnknown, work: Work) -> None:
+def believe(learner: Any, work: Work) -> None:
     """Write the believed models, their interior points, and the bonus."""
     model, entry, widths = learner.believed, learner.entry, learner.confidence.widths
     layers, num_actions = len(model.start) - 1, model.num_actions
@@ -222,7 +205,7 @@ def believe(learner: CompiledUnknown, work: Work) -> None:
 
 
 @routine(inline=True)
-def renew(learner: CompiledUnknown, work: Work) -> None:
+def renew(learner: Any, work: Work) -> None:
     """Start epochs with q of the last policy, or with `restart` of the uniform one."""
     model, new = learner.believed, learner.begun[0] > 0.0
     if not learner.restart:
@@ -238,7 +221,7 @@ def renew(learner: CompiledUnknown, work: Work) -> None:
 
 
 @routine(inline=True)
-def set_time(t: float, learner: CompiledUnknown, work: Work) -> None:
+def set_time(t: float, learner: Any, work: Work) -> None:
     """Set the loss of the step and the weights of psi at episode t."""
     powers, weights, most = learner.powers, learner.solver.weights, 0.0
     counted = t - where(learner.restart, learner.epoch_start[0], 1.0)

@@ -47,7 +47,7 @@ entries `entry[i]`, ..., `entry[i + 1] - 1`. Scratch memory has one row per quan
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,11 +56,11 @@ from torch_occ._support import constants
 from torch_occ.engine.lanes import anywhere, exp, log, sqrt, where
 from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Work, finite, routine
 from torch_occ.engine.learners import note_solve
-from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
+from torch_occ.engine.play import Game, Tally, observe, propose
 from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.rivals import beliefs
-from torch_occ.rivals.beliefs import Confidence, CountingLearner, Widths
+from torch_occ.rivals.beliefs import CountingLearner, Widths
 from torch_occ.step.solution import Options
 
 # Rows of `Scratch.pairs`.
@@ -151,7 +151,8 @@ def clip_row(learner: Any, i: int, after: int, least: Any, inside: Any) -> None:
         down = (z == 0.0) | (lower[e] / z >= high)
         up = (not down) & (upper[e] / z <= low)
         bound = where(down, lower[e], where(up, upper[e], 0.0))
-        total += where(down | up, 0.0, z)
+        p[P, e], p[FREE, e] = where(inside, p[P, e], bound), where(down | up, 0.0, z)
+        total += p[FREE, e]
         rest -= bound
         if anywhere(bound > 0.0):
             ratio = log(where(bound > 0.0, bound / rows[e], 1.0))
@@ -159,13 +160,9 @@ def clip_row(learner: Any, i: int, after: int, least: Any, inside: Any) -> None:
     rest = max(rest, _SMALLEST)
     for e in range(first, stop):
         z = p[FREE, e]
-        down = (z == 0.0) | (lower[e] / z >= high)
-        up = (not down) & (upper[e] / z <= low)
         share = min(max(rest * (z / total), lower[e]), upper[e])
-        free = where(down | up, 0.0, share)
-        fixed = where(down, lower[e], where(up, upper[e], share))
-        p[P, e] = where(inside, p[P, e], fixed)
-        p[FREE, e] = where(inside, p[P, e], free)
+        p[P, e] = where(inside | (z == 0.0), p[P, e], share)
+        p[FREE, e] = where(inside, p[P, e], where(z == 0.0, 0.0, share))
     cost += where(total > 0.0, rest * (log(rest / total) + least), 0.0)
     scratch.pairs[POLICY, i] = where(inside, scratch.pairs[POLICY, i], cost)
 
@@ -416,33 +413,11 @@ def maximize(model: Model, learner: Any) -> tuple[Any, Any]:
 # -- The learner -----------------------------------------------------------------------------------
 
 
-class CompiledUOBREPS(NamedTuple):
-    """`UOBREPS`."""
+_OWN = {"rows": Floats, "learning_rate": float, "tolerance": float, "max_steps": int}
+_FIELDS = beliefs.COUNTING | _OWN | {"scratch": Scratch}
 
-    counts: Floats  # (M,)
-    visits: PerPair
-    epoch_visits: PerPair
-    belief: Floats  # (M,)
-    epochs: Floats  # (1,)
-    epoch_start: Floats  # (1,)
-    widths: Floats  # (M,)
-    q: PerPair
-    rows: Floats  # (M,)
-    estimate: PerPair  # of the last episode
-    confidence: Confidence
-    entry: Ints
-    learning_rate: float
-    bias: float
-    tolerance: float
-    max_steps: int
-    scratch: Scratch
-    lower: Floats  # (M,)
-    upper: Floats  # (M,)
-    policy: PerPair
-    room: PerPair
-    ahead: PerState
-    order: PerState
-    begun: Annotated[Floats, 1]  # whether an epoch begins
+#: The compiled form of `UOBREPS`.
+CompiledUOBREPS: Any = NamedTuple("CompiledUOBREPS", [*_FIELDS.items()])  # type: ignore[misc]
 
 
 class UOBREPS(CountingLearner):

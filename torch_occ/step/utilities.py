@@ -155,7 +155,11 @@ class UtilityStep(nn.Module):
         status = point.inner.status
         failed = (status == Status.CONVERGED) & ~(error <= _SLACK * search.tolerance)
         status = torch.where(failed, int(Status.STALLED), status)
-        status = torch.where(_is_concave(point), int(Status.NOT_CONVEX), status)
+        # F is concave where it has a negative curvature, beyond rounding errors.
+        least, most = torch.linalg.eigvalsh(_finite(point.curvature)).aminmax(dim=-1)
+        rounding = y.abs().amax(-1) / z.abs().amax(-1).clamp(min=1e-200)
+        concave = least < -1e-9 * (most.abs() + rounding)
+        status = torch.where(concave, int(Status.NOT_CONVEX), status)
         solution = UtilitySolution(q, z, y, error, steps, status)
         report(check, solution, "the step with a utility")
         return solution
@@ -276,13 +280,6 @@ class _FeatureSearch:
             else:
                 ratio = ratio**0.5
         return self.at(point.z, 1.0) if share < 1.0 else point, total
-
-
-def _is_concave(point: _FeaturePoint) -> Tensor:
-    """Return whether F has a negative curvature at a point, beyond rounding errors, `(*batch,)`."""
-    least, most = torch.linalg.eigvalsh(_finite(point.curvature)).aminmax(dim=-1)
-    rounding = point.y.abs().amax(-1) / point.z.abs().amax(-1).clamp(min=1e-200)
-    return least < -1e-9 * most.abs() - 1e-9 * rounding
 
 
 def _finite(matrix: Tensor) -> Tensor:

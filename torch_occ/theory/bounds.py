@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_occ.game.losses import size_of_change
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, optimal_policy
 from torch_occ.theory.statements import Parameters, Statement, equality, statement
@@ -28,9 +29,7 @@ def minimal_gap(mdp: LayeredMDP, gap: Tensor, mapping: Tensor) -> Tensor:
 
 def corruption(mdp: LayeredMDP, losses: Tensor, clean: Tensor) -> Tensor:
     """C = 2 sum_t sum_{k < L} max_{s in S_k, a} |loss_t(s,a) - clean_t(s,a)|, `(*batch,)`."""
-    difference = torch.where(mdp.actions, (losses - clean).abs(), 0.0)
-    worst = torch.stack([layer.amax((-2, -1)) for layer in mdp.split(difference, -2)])
-    return 2 * worst.sum(0).sum(0)
+    return size_of_change(mdp, losses - clean).sum(0)
 
 
 def performance_difference(mdp: LayeredMDP, q: Tensor, mean: Tensor) -> Statement:

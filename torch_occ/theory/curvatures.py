@@ -198,22 +198,16 @@ def all_N(mdp: LayeredMDP, curve: Curvature) -> list[Tensor]:
         found = torch.diag_embed((share * torch.where(exists, c_inverse, 0.0)).flatten(-2))
         if k:
             T = mdp.transitions[k - 1].flatten(-3, -2)
-            core = _core(T.mT @ layers[-1] @ T, torch.where(exists, 1 / both, 0.0).sum(-1))
+            # (G^-1 + Sigma)^-1 for a G that may be singular, by X = Sigma^1/2 G Sigma^1/2
+            root = torch.where(exists, 1 / both, 0.0).sum(-1).sqrt()
+            X = scale(T.mT @ layers[-1] @ T, root)
             identity = torch.eye(share.shape[-2], dtype=share.dtype, device=share.device)
+            core = torch.cholesky_solve(X, torch.linalg.cholesky(identity + X))
+            core = scale((core + core.mT) / 2, 1 / root)
             B = (share.unsqueeze(-1) * identity.unsqueeze(-2)).flatten(-3, -2)
             found = found + B @ core @ B.mT
         layers.append(found)
     return layers
-
-
-def _core(G: Tensor, sigma: Tensor) -> Tensor:
-    """(G^-1 + diag(sigma))^-1 for a G that may be singular, by X = sigma^1/2 G sigma^1/2."""
-    root = sigma.sqrt()
-    X = root.unsqueeze(-1) * G * root.unsqueeze(-2)
-    identity = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
-    factor = torch.linalg.cholesky(identity + X)
-    core = torch.cholesky_solve(X, factor) / (root.unsqueeze(-1) * root.unsqueeze(-2))
-    return (core + core.mT) / 2
 
 
 def N_diagonal(mdp: LayeredMDP, layers: list[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_occ.game.estimators import ImportanceWeighted
 from torch_occ.game.learners import FTRL, Learner
 from torch_occ.mdp.layered import LayeredMDP
-from torch_occ.regularizers.base import Regularizer, Scaled, Sum
+from torch_occ.regularizers.base import Regularizer, Scaled
 from torch_occ.regularizers.catalog import HybridTsallis, LogBarrier, jin_luo
 from torch_occ.regularizers.schedules import InverseSqrt
 
@@ -122,17 +122,14 @@ class Parameters:
                 "learner: the theory is about the importance-weighted estimator, "
                 f"not {type(learner.estimator).__name__}"
             )
-        whole = learner.step.regularizer
-        two = isinstance(whole, Sum) and len(whole.terms) == 2
-        first, second = whole.terms if two else (whole, whole)
-        if (
-            isinstance(first, Scaled)
-            and isinstance(hybrid := first.regularizer, HybridTsallis)
-            and isinstance(rate := first.factor, InverseSqrt)
-            and first.power == -1
-            and isinstance(second, LogBarrier)
-        ):
-            return cls(*(float(x.detach()) for x in (hybrid.alpha, second.beta, rate.gamma)))
+        match [*getattr(learner.step.regularizer, "terms", ())]:
+            case [
+                Scaled(regularizer=HybridTsallis() as hybrid, power=-1) as first,
+                LogBarrier() as last,
+            ]:
+                if isinstance(rate := first.factor, InverseSqrt):
+                    found = hybrid.alpha, last.beta, rate.gamma
+                    return cls(*(float(x.detach()) for x in found))
         raise ValueError(
             "learner: the theory is about HybridTsallis(alpha) / InverseSqrt(gamma) "
             "+ LogBarrier(beta); make it with jin_luo"

@@ -248,22 +248,18 @@ def N_properties(
     if k:
         step = curvatures.P(mdp, k)[..., exists]
         other = other + step.mT @ layers[k - 1] @ step
-    positive, small, recursive = (
-        statement(f"lem:N_properties, {name}", _largest_eigenvalue(*matrices), 0.0, pairs, pairs)
-        for name, *matrices in (
-            ("positive", -block, diagonal),
-            ("D", block - diagonal, diagonal),
-            ("C", block - other, other),
-        )
+
+    def negative(name: str, matrix: Tensor, scale: Tensor) -> Statement:
+        size = scale.diagonal(dim1=-2, dim2=-1)
+        root = torch.where(size > 0, size, torch.inf).rsqrt()
+        largest = torch.linalg.eigvalsh(curvatures.scale(matrix, root))[..., -1]
+        return statement(f"lem:N_properties, {name}", largest, 0.0, pairs, pairs)
+
+    return (
+        negative("positive", -block, diagonal),
+        negative("D", block - diagonal, diagonal),
+        negative("C", block - other, other),
     )
-    return positive, small, recursive
-
-
-def _largest_eigenvalue(matrix: Tensor, scale: Tensor) -> Tensor:
-    """The largest eigenvalue, with rows and columns over the roots of the diagonal of `scale`."""
-    diagonal = scale.diagonal(dim1=-2, dim2=-1)
-    root = torch.where(diagonal > 0, diagonal, torch.inf).rsqrt()
-    return torch.linalg.eigvalsh(curvatures.scale(matrix, root))[..., -1]
 
 
 def quadratic_form_diagonal(matrix: Tensor, w: Tensor) -> Statement:

@@ -24,6 +24,7 @@ from torch_occ.game.losses import (
     SwitchingLosses,
     check_unit_interval,
     mean_square,
+    size_of_change,
 )
 from torch_occ.mdp.checks import check_that
 from torch_occ.mdp.layered import LayeredMDP
@@ -146,6 +147,8 @@ class Phases(NamedTuple):
 
 def phases_of(mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int) -> Phases:
     """The phases of the first episodes; means `(*batch, S, A)` stand for Bernoulli losses."""
+    check_that(1 <= episodes <= 10**12, "episodes", "a number from 1 to 1e12", episodes)
+    episodes = int(episodes)
     if isinstance(losses, Tensor):
         check_unit_interval("losses", losses)
         return Phases([0], losses[None], "bernoulli")
@@ -176,10 +179,7 @@ def phases_of(mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int) -> P
 def _corrupted(mdp: LayeredMDP, losses: Corrupted, clean: Tensor, episodes: int) -> Phases:
     """Full corruption while the budget lasts, one episode with the remainder, then none."""
     attacked = _first_mean(mdp, losses, 0)
-    cost = 2 * sum(
-        float(layer.abs().amax())
-        for layer in mdp.split(torch.where(mdp.actions, attacked - clean, 0.0), -2)
-    )
+    cost = float(size_of_change(mdp, attacked - clean))
     whole = math.floor(losses.budget / cost * (1 + 1e-12)) if cost else 0
     left = (losses.budget - whole * cost) / cost if cost else 0.0
     found = {0: attacked} if whole else {}
@@ -188,11 +188,6 @@ def _corrupted(mdp: LayeredMDP, losses: Corrupted, clean: Tensor, episodes: int)
         whole += 1
     found = {start: mean for start, mean in (found | {whole: clean}).items() if start < episodes}
     return Phases([*found], torch.stack([*found.values()]), losses.noise)
-
-
-def check_episodes(episodes: int) -> None:
-    """Raise a ValueError if this number of episodes cannot be forecast."""
-    check_that(1 <= episodes <= 10**12, "episodes", "a number from 1 to 1e12", episodes)
 
 
 def _first_mean(mdp: LayeredMDP, losses: LossProcess, start: int) -> Tensor:
@@ -297,9 +292,7 @@ def forecast(
             phases, or a matrix over pairs would need more than 4 GB.
         TypeError: if the losses or the estimator cannot be forecast.
     """
-    check_episodes(episodes)
-    estimate = centred(estimator)
-    phases = phases_of(mdp, losses, int(episodes))
+    estimate, phases = centred(estimator), phases_of(mdp, losses, episodes)
     step = FTRLStep(mdp, regularizer)
     grid = Quadrature.over(phases.starts, int(episodes), per_decade, mdp.transitions[0])
     batch = torch.broadcast_shapes(

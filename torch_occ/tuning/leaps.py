@@ -33,7 +33,7 @@ from torch_occ.regularizers.base import Regularizer
 from torch_occ.regularizers.terms import keep
 from torch_occ.step.ftrl import FTRLStep
 from torch_occ.step.implicit import Linearization
-from torch_occ.tuning.forecast import check_episodes, floored, phases_of
+from torch_occ.tuning.forecast import floored, phases_of
 
 #: The relative change of q that is allowed in a leap; docs/tuning.md has measurements.
 ACCURACY = 0.5
@@ -104,7 +104,6 @@ def leap(
         ValueError: if an argument is wrong.
         TypeError: if the losses or the estimator cannot be forecast.
     """
-    check_episodes(episodes)
     particles = whole("particles", particles)
     fine = isinstance(seed, Integral) and -(2**63) <= seed < 2**64
     check_that(fine, "seed", "an integer below 2**64", repr(seed))
@@ -116,7 +115,7 @@ def leap(
             f"regularizer: a parameter has the batch shape {tuple(batch)}, and leap takes one "
             "regularizer at a time; forecast takes a batch"
         )
-    estimate, phases = centred(estimator), phases_of(mdp, losses, int(episodes))
+    estimate, phases = centred(estimator), phases_of(mdp, losses, episodes)
     if mdp.batch_shape or phases.means.dim() != 3:
         raise ValueError(
             "leaping takes one MDP and one table of means (S, A) at a time; forecast takes batches"
