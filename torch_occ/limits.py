@@ -360,10 +360,22 @@ def lower_bound(
             by optimal policies.
         ImportError: if SciPy is needed but not installed.
     """
-    mdp, mean = _checked(mdp, mean)
+    check_type("mdp", mdp, LayeredMDP, "an occ.LayeredMDP")
+    batch = tuple(mdp.batch_shape)
+    check_that(not batch, "mdp", "a single MDP", f"a batch of {batch}")
+    mean, shape = as_tensor(mean), tuple(mdp.actions.shape)
+    check_type("mean", mean, Tensor, "a torch tensor")
+    check_that(mean.shape == shape, "mean", f"shape {shape}", tuple(mean.shape))
+    mdp, mean = mdp.to("cpu", torch.float64), mean.detach().to("cpu", torch.float64)
+    matters = mdp.actions & mdp.reachable.unsqueeze(-1)
+    for state, action in (matters & ~((mean >= 0) & (mean <= 1))).nonzero().tolist():
+        raise ValueError(
+            f"mean: {mdp.locate(state)}, action {action} is {float(mean[state, action])}; means of "
+            "these losses must be in [0, 1]"
+        )
     for name, number in (("tolerance", tolerance), ("budget", budget), ("max_rounds", max_rounds)):
         check_that(number > 0, name, "a positive number", number)
-    excursions = excursions_of(mdp, mean)
+    excursions = excursions_of(mdp, torch.where(matters, mean, 0.0))
     visits = torch.zeros(mdp.actions.shape, dtype=torch.float64)
     if len(excursions.onward):
         n, found = _by_cutting_planes(excursions, visits, tolerance, budget, max_rounds)
@@ -434,21 +446,3 @@ def _uniform_visits(excursions: Excursions) -> Floats:
         n[u] *= arriving[u]
         arriving = arriving + n[u] @ onward
     return np.concatenate([np.ones(len(excursions.first)), n.ravel()])
-
-
-def _checked(mdp: LayeredMDP, mean: Tensor) -> tuple[LayeredMDP, Tensor]:
-    """The MDP and the means in float64 on the CPU, or a ValueError."""
-    check_type("mdp", mdp, LayeredMDP, "an occ.LayeredMDP")
-    batch = tuple(mdp.batch_shape)
-    check_that(not batch, "mdp", "a single MDP", f"a batch of {batch}")
-    mean, shape = as_tensor(mean), tuple(mdp.actions.shape)
-    check_type("mean", mean, Tensor, "a torch tensor")
-    check_that(mean.shape == shape, "mean", f"shape {shape}", tuple(mean.shape))
-    mdp, mean = mdp.to("cpu", torch.float64), mean.detach().to("cpu", torch.float64)
-    matters = mdp.actions & mdp.reachable.unsqueeze(-1)
-    for state, action in (matters & ~((mean >= 0) & (mean <= 1))).nonzero().tolist():
-        raise ValueError(
-            f"mean: {mdp.locate(state)}, action {action} is {float(mean[state, action])}; means of "
-            "these losses must be in [0, 1]"
-        )
-    return mdp, torch.where(matters, mean, 0.0)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.mdp.checks import check_that
+from torch_occ.mdp.checks import check_that, unwritten
 from torch_occ.regularizers.schedules import Schedule
 
 
@@ -38,9 +38,7 @@ class Estimator:
 
     def __call__(self, feedback: Feedback, q: Tensor, t: int) -> Tensor:
         """Estimate the loss function `(N, S, A)` of episode t, in which q was played."""
-        raise NotImplementedError(
-            f"{type(self).__name__}: write __call__(feedback, q, t) -> (N, S, A)"
-        )
+        raise unwritten(self, "__call__(feedback, q, t) -> (N, S, A)")
 
 
 class CentredEstimator(Estimator):
@@ -52,7 +50,7 @@ class CentredEstimator(Estimator):
 
     def baseline(self, q: Tensor, t: Tensor) -> Tensor:
         """b `(*batch, S, A)`, given q `(*batch, S, A)` and the episode `(*batch,)`."""
-        raise NotImplementedError(f"{type(self).__name__}: write baseline(q, t) -> (*batch, S, A)")
+        raise unwritten(self, "baseline(q, t) -> (*batch, S, A)")
 
     def baseline_like(self, q: Tensor, t: Tensor) -> Tensor:
         """The baseline in the shape of q; a ValueError if it does not broadcast."""

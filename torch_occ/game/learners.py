@@ -28,7 +28,7 @@ from torch_occ.game.estimators import (
     ImportanceWeighted,
     ReducedVariance,
 )
-from torch_occ.mdp.checks import check_that, check_type
+from torch_occ.mdp.checks import check_that, check_type, unwritten
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import cheapest, interior_point, occupancy, optimal_policy
 from torch_occ.regularizers.base import Regularizer
@@ -36,7 +36,7 @@ from torch_occ.regularizers.catalog import LogBarrier, Shannon, Tsallis
 from torch_occ.regularizers.parameters import Parametrized
 from torch_occ.regularizers.schedules import Constant, InverseSqrt
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.step.solution import Budgets, Solution, Status
+from torch_occ.step.solution import Budgets, Status
 
 
 class Learner:
@@ -80,16 +80,14 @@ class Learner:
 
         `simulate` checks it.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__}: write propose(t) -> q, (N, S, A), or propose_policy(t)"
-        )
+        raise unwritten(self, "propose(t) -> q, (N, S, A), or propose_policy(t)")
 
     def propose_policy(self, t: int) -> Tensor:
         """The policy of episode t, `(N, S, A)`, or `(1, S, A)` if it is the same for all seeds.
 
         Write it instead of `propose`. `simulate` checks it, and computes q with the true MDP.
         """
-        raise NotImplementedError(f"{type(self).__name__}: write propose_policy(t) -> (N, S, A)")
+        raise unwritten(self, "propose_policy(t) -> (N, S, A)")
 
     @property
     def proposes_policy(self) -> bool:
@@ -183,7 +181,7 @@ class EmpiricalLearner(Learner):
 
     def index(self, t: int) -> Tensor:
         """The loss `(N, S, A)` for which the policy is optimal."""
-        raise NotImplementedError(f"{type(self).__name__}: write index(t) -> loss, (N, S, A)")
+        raise unwritten(self, "index(t) -> loss, (N, S, A)")
 
     def propose(self, t: int) -> Tensor:
         return occupancy(self.mdp, cheapest(self.mdp, optimal_policy(self.mdp, self.index(t)).Q))
@@ -357,8 +355,13 @@ class FTRL(Learner):
             state["multipliers"] = solution.multipliers
             excess = -solution.slack.amin(-1)
             state["budget_excess"] = torch.maximum(state["budget_excess"], excess)
+        dtype = solution.q.dtype
         state["q"] = solution.q
-        note(state, solution)
+        state["newton_steps"] = solution.steps.to(dtype)
+        state["dual_residual"] = solution.dual_residual
+        state["flow_residual"] = solution.flow_residual
+        state["uncertified"] = (~solution.converged).to(dtype)
+        state["status"] = solution.status.to(dtype)
         return solution.q
 
     @torch.no_grad()
@@ -397,13 +400,3 @@ class FTRL(Learner):
 
     def diagnostics(self) -> dict[str, Tensor]:
         return {name: self.state[name] for name in DIAGNOSTICS}
-
-
-def note(state: dict[str, Tensor], solution: Solution) -> None:
-    """Write the diagnostics of a solution into the state of a learner."""
-    dtype = solution.q.dtype
-    state["newton_steps"] = solution.steps.to(dtype)
-    state["dual_residual"] = solution.dual_residual
-    state["flow_residual"] = solution.flow_residual
-    state["uncertified"] = (~solution.converged).to(dtype)
-    state["status"] = solution.status.to(dtype)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.streams import Purpose, stream
-from torch_occ.mdp.checks import as_tensor, check_that, check_type
+from torch_occ.mdp.checks import as_tensor, check_that, check_type, unwritten
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import likeliest, optimal_policy
 
@@ -57,9 +57,7 @@ class LossProcess:
         Returns:
             The means `(n or 1, N or 1, S, A)`, and the state after these episodes.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__}: write means(mdp, state, t0, n, q) -> (means, state)"
-        )
+        raise unwritten(self, "means(mdp, state, t0, n, q) -> (means, state)")
 
     def draw(self, mean: Tensor, uniform: Tensor) -> Tensor:
         """Draw losses with these means from uniform numbers of the same shape."""

@@ -24,6 +24,11 @@ def unexpected(name: str, expected: object, found: object) -> ValueError:
     return ValueError(f"{name}: expected {expected}, got {found}")
 
 
+def unwritten(part: object, method: str) -> NotImplementedError:
+    """The error of a method that a subclass has to write, with its parameters and its result."""
+    return NotImplementedError(f"{type(part).__name__}: write {method}")
+
+
 def check_that(
     fine: bool, name: str, expected: object, found: object, error: type[Exception] = ValueError
 ) -> None:

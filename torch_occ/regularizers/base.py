@@ -81,9 +81,12 @@ class Regularizer(Parametrized):
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments of the scalar terms."""
-        leaves = (leaf for leaf in self.leaves() if isinstance(leaf, SeparableRegularizer))
-        used = {name for leaf in leaves for name in leaf.arguments}
+        used = self._used()
         return tuple(name for name in tables.ARGUMENTS if name in used)
+
+    def _used(self) -> set[Argument]:
+        leaves = (leaf for leaf in self.leaves() if isinstance(leaf, SeparableRegularizer))
+        return {name for leaf in leaves for name in leaf.arguments}
 
     @cached_property
     def levels(self) -> set[type[Regularizer]]:
@@ -134,13 +137,9 @@ class SeparableRegularizer(Regularizer):
         """A function of 1 - q(s, a)."""
         raise NotImplementedError
 
-    @cached_property
-    def arguments(self) -> tuple[Argument, ...]:
-        return tuple(
-            name
-            for name in tables.ARGUMENTS
-            if getattr(type(self), name) is not getattr(SeparableRegularizer, name)
-        )
+    def _used(self) -> set[Argument]:
+        base, own = SeparableRegularizer, type(self)
+        return {x for x in tables.ARGUMENTS if getattr(own, x) is not getattr(base, x)}
 
 
 class StatewiseRegularizer(Regularizer):
@@ -216,10 +215,8 @@ class TabularRegularizer(SeparableRegularizer):
         """Return the terms; subclasses write this method."""
         raise NotImplementedError
 
-    @cached_property
-    def arguments(self) -> tuple[Argument, ...]:
-        used = {term.argument for term in self.table()}
-        return tuple(name for name in tables.ARGUMENTS if name in used)
+    def _used(self) -> set[Argument]:
+        return {term.argument for term in self.table()}
 
 
 class Composition:

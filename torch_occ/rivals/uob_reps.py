@@ -194,7 +194,8 @@ def narrow(learner: Any, first: int, stop: int) -> tuple[Any, Any]:
 def solve_rows(model: Model, learner: Any) -> Any:
     """Solve the rows backward and follow the policy forward, for the guess in TRIAL; return D."""
     start, num_actions, scratch = model.start, model.num_actions, learner.scratch
-    pairs, states, depth = scratch.pairs, scratch.states, len(model.start) - 1
+    pairs, states, depth, dual = scratch.pairs, scratch.states, len(model.start) - 1, 0.0
+    entry = learner.entry
     for k in range(depth - 1, -1, -1):
         least = np.inf
         if k + 1 < depth:
@@ -209,8 +210,8 @@ def solve_rows(model: Model, learner: Any) -> Any:
                     if k + 1 < depth:
                         fit_row(learner, i, start[k + 1], least)
                     else:  # the terminal state is certain
-                        scratch.rows[P, learner.entry[i]] = 1.0
-                        pairs[POLICY, i] = -log(learner.rows[learner.entry[i]])
+                        scratch.rows[P, entry[i]] = 1.0
+                        pairs[POLICY, i] = -log(learner.rows[entry[i]])
                     pairs[POLICY, i] = pairs[LOG_WEIGHT, i] - pairs[POLICY, i]
                     most = max(most, pairs[POLICY, i])
             for i in range(s * num_actions, (s + 1) * num_actions):
@@ -220,14 +221,7 @@ def solve_rows(model: Model, learner: Any) -> Any:
             for i in range(s * num_actions, (s + 1) * num_actions):
                 pairs[POLICY, i] = pairs[POLICY, i] / total
             states[VALUE, s] = states[TRIAL, s] - most - log(total)
-    return pass_forward(model, learner.entry, scratch)
-
-
-@routine(inline=True)
-def pass_forward(model: Model, entry: Ints, scratch: Scratch) -> Any:
-    """The occupancy of the policy and log u - g; return D."""
-    start, num_actions = model.start, model.num_actions
-    pairs, states, depth, dual = scratch.pairs, scratch.states, len(model.start) - 1, 0.0
+    # The occupancy of the policy, log u - g, and D.
     for s in range(start[depth]):
         states[OCCUPANCY, s] = model.initial[s] if s < start[1] else 0.0
     for s in range(start[1]):

@@ -124,12 +124,10 @@ class Parameters:
             )
         match [*getattr(learner.step.regularizer, "terms", ())]:
             case [
-                Scaled(regularizer=HybridTsallis() as hybrid, power=-1) as first,
-                LogBarrier() as last,
+                Scaled(regularizer=HybridTsallis(alpha=a), factor=InverseSqrt(gamma=c), power=-1),
+                LogBarrier(beta=b),
             ]:
-                if isinstance(rate := first.factor, InverseSqrt):
-                    found = hybrid.alpha, last.beta, rate.gamma
-                    return cls(*(float(x.detach()) for x in found))
+                return cls(*(float(x.detach()) for x in (a, b, c)))
         raise ValueError(
             "learner: the theory is about HybridTsallis(alpha) / InverseSqrt(gamma) "
             "+ LogBarrier(beta); make it with jin_luo"

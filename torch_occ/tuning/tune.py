@@ -192,7 +192,22 @@ class ParameterSpace:
         for name, last in names.items():
             if only is not None and {name, last}.isdisjoint(only):
                 continue
-            value, domain = _tunable(regularizer, name)
+            module = regularizer.get_submodule(name.rpartition(".")[0])
+            parameter = regularizer.get_parameter(name)
+            if not isinstance(module, Parametrized):
+                raise ValueError(
+                    f"regularizer: {name} belongs to a {type(module).__name__}, which cannot tell "
+                    "a batch of starts from its own shape; give the parameter to the regularizer "
+                    "itself, or leave it out with only="
+                )
+            if parameter.dim() > module.event_dims(last):
+                raise ValueError(
+                    f"regularizer: {name} has shape {tuple(parameter.shape)}; tune one "
+                    "regularizer, the starts are the batch. For one value per layer, state or "
+                    "pair, give occ.PerLayer, occ.PerState or occ.PerPair"
+                )
+            value = parameter.detach().double()
+            domain = module.arg_constraints.get(last, constraints.real)
             self.transforms[name] = transform = transform_to(domain)
             self.shapes.append(value.shape)
             limits = bounds.get(name, bounds.get(last, _default_bounds(domain)))
@@ -226,28 +241,6 @@ class ParameterSpace:
         """The names of the parameters with a number at a bound, for coordinates `(numbers,)`."""
         met = ((u <= self.low) | (u >= self.high)).split([x.numel() for x in self.shapes])
         return tuple(name for name, x in zip(self.transforms, met, strict=True) if bool(x.any()))
-
-
-def _tunable(regularizer: Regularizer, name: str) -> tuple[Tensor, constraints.Constraint]:
-    """The value and the domain of a parameter.
-
-    It is a ValueError if a batch of starts cannot be told from its shape.
-    """
-    owner, _, last = name.rpartition(".")
-    module, parameter = regularizer.get_submodule(owner), regularizer.get_parameter(name)
-    if not isinstance(module, Parametrized):
-        raise ValueError(
-            f"regularizer: {name} belongs to a {type(module).__name__}, which cannot tell a "
-            "batch of starts from its own shape; give the parameter to the regularizer "
-            "itself, or leave it out with only="
-        )
-    if parameter.dim() > module.event_dims(last):
-        raise ValueError(
-            f"regularizer: {name} has shape {tuple(parameter.shape)}; tune one regularizer, the "
-            "starts are the batch. For one value per layer, state or pair, give occ.PerLayer, "
-            "occ.PerState or occ.PerPair"
-        )
-    return parameter.detach().double(), module.arg_constraints.get(last, constraints.real)
 
 
 def _default_bounds(domain: constraints.Constraint) -> tuple[float, float]:
