@@ -40,16 +40,38 @@ def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> 
     check_type("learner", learner, Learner, "an occ.Learner, for example occ.FTRL")
     expected = "an occ.LossProcess, for example occ.BernoulliLosses(mean)"
     check_type("losses", losses, LossProcess, expected)
+    name = type(learner).__name__
     if not hasattr(learner, "mdp"):
+        raise TypeError(f"learner: {name} has no mdp; call super().__init__(mdp) in __init__")
+    blind = learner.mdp.is_blind
+    if learner.proposes_policy and type(learner).propose is not Learner.propose:
         raise TypeError(
-            f"learner: {type(learner).__name__} has no mdp; call super().__init__(mdp) in __init__"
+            f"learner: {name} has both propose and propose_policy; write one of them, propose if "
+            "it knows the transitions"
         )
-    _check_learner(mdp, learner)
+    if not blind and learner.mdp is not mdp:
+        raise ValueError(
+            "learner: was made for another MDP than the one to simulate; make both with the same "
+            "LayeredMDP"
+        )
+    if blind and not learner.proposes_policy and not learner.engine_only:
+        raise TypeError(
+            f"learner: {name} does not know the transitions (its mdp is blind), so it cannot "
+            "propose q; write propose_policy instead of propose"
+        )
+    # A blind learner is for every MDP with its layout.
+    difference = learner.mdp.layout_difference(mdp)
+    if difference is None and not torch.equal(learner.mdp.initial, mdp.initial):
+        difference = "another initial distribution"
+    if difference is not None:
+        raise ValueError(
+            f"learner: {name} was made for another layout than that of the MDP to simulate: it has "
+            f"{difference}; make both with the same LayeredMDP"
+        )
     if learner.max_episodes is not None and episodes > learner.max_episodes:
         raise ValueError(
-            f"episodes: {type(learner).__name__} was made for {learner.max_episodes} episodes, but "
-            f"{episodes} were asked for; its confidence level does not hold beyond. Make it with "
-            f"episodes={episodes}"
+            f"episodes: {name} was made for {learner.max_episodes} episodes, but {episodes} were "
+            f"asked for; its confidence level does not hold beyond. Make it with episodes={episodes}"
         )
     if type(losses).draw is LossProcess.draw:
         check_noise(losses.noise)
@@ -59,36 +81,6 @@ def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> 
     if losses.length is not None and losses.length < episodes:
         raise ValueError(
             f"losses: the table has {losses.length} episodes, but {episodes} were asked for"
-        )
-
-
-def _check_learner(mdp: LayeredMDP, learner: Learner) -> None:
-    """Raise an error unless the learner is for this MDP, or for its layout if it is blind."""
-    name, kind = type(learner).__name__, type(learner)
-    if learner.proposes_policy and kind.propose is not Learner.propose:
-        raise TypeError(
-            f"learner: {name} has both propose and propose_policy; write one of them, propose if "
-            "it knows the transitions"
-        )
-    if not learner.mdp.is_blind:
-        if learner.mdp is not mdp:
-            raise ValueError(
-                "learner: was made for another MDP than the one to simulate; make both with the "
-                "same LayeredMDP"
-            )
-        return
-    if not learner.proposes_policy and not learner.engine_only:
-        raise TypeError(
-            f"learner: {name} does not know the transitions (its mdp is blind), so it cannot "
-            "propose q; write propose_policy instead of propose"
-        )
-    difference = learner.mdp.layout_difference(mdp)
-    if difference is None and not torch.equal(learner.mdp.initial, mdp.initial):
-        difference = "another initial distribution"
-    if difference is not None:
-        raise ValueError(
-            f"learner: {name} was made for another layout than that of the MDP to simulate: it has "
-            f"{difference}; make both with the same LayeredMDP"
         )
 
 
@@ -122,15 +114,6 @@ def check_seeds(seeds: tuple[int, ...]) -> None:
             f"seeds: {seed} occurs twice; equal seeds play equal runs, which intervals would count "
             "as independent ones"
         )
-
-
-def check_callbacks(callbacks: Any) -> list[Callback]:
-    """The callbacks as a list; a TypeError if one is something else."""
-    check_type("callbacks", callbacks, Iterable, "a list, for example [occ.ProgressBar()]")
-    found = list(callbacks)
-    for callback in found:
-        check_type("callbacks", callback, Callback, "an occ.Callback")
-    return found
 
 
 # -- A run in progress: its sums and curves, which callbacks read, and its state in a file ---------
@@ -536,7 +519,10 @@ def simulate(
         UncertifiedWarning: if steps could not be certified: at the first one, and with their
             number at the end.
     """
-    watching = check_callbacks(callbacks)
+    check_type("callbacks", callbacks, Iterable, "a list, for example [occ.ProgressBar()]")
+    watching = list(callbacks)
+    for callback in watching:
+        check_type("callbacks", callback, Callback, "an occ.Callback")
     if wants_bar(progress) and not any(isinstance(x, ProgressBar) for x in watching):
         watching.append(ProgressBar(type(learner).__name__, after=0.0 if progress else 2.0))
     simulation = Simulation(mdp, learner, losses, episodes, seeds, checkpoints, backend)

@@ -60,7 +60,10 @@ class Regularizer(Parametrized):
         Raises:
             ValueError: if a function of a part returns a tensor of the wrong shape.
         """
-        mdp = _single_layer(q) if mdp is None else mdp
+        if mdp is None:
+            shape, like = q.shape[-2:], {"dtype": q.dtype, "device": q.device}
+            initial = torch.full(shape[:1], 1 / shape[0], **like)
+            mdp = LayeredMDP([torch.ones(*shape, 1, **like)], initial=initial)
         t = torch.as_tensor(t, dtype=q.dtype, device=q.device)
         composition = Composition(self)
         weights = composition.weigh(composition.values(t))
@@ -365,10 +368,3 @@ def total(mdp: LayeredMDP, values: dict[Key, Tensor]) -> Tensor:
         dims = dims_of(key)[1]
         parts.append(value.sum(tuple(range(-dims, 0))) if dims else value)
     return sum(parts[1:], parts[0])
-
-
-def _single_layer(q: Tensor) -> LayeredMDP:
-    num_states, num_actions = q.shape[-2:]
-    initial = torch.full((num_states,), 1 / num_states, dtype=q.dtype, device=q.device)
-    transitions = torch.ones(num_states, num_actions, 1, dtype=q.dtype, device=q.device)
-    return LayeredMDP([transitions], initial=initial)

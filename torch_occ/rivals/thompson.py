@@ -18,16 +18,14 @@ from torch_occ.game.learners import EmpiricalLearner
 from torch_occ.rivals.beliefs import PlanningLearner, observe_transitions
 from torch_occ.step.arrays import model_of
 
-
-class CompiledThompson(NamedTuple):
-    """`Thompson`."""
-
-    visits: PerPair
-    losses: PerPair
-    mean: PerPair  # `observe` writes these two, which nothing reads
-    root: PerPair
-    seeds: Any
-    choice: PerState
+#: The fields that both compiled forms share. `observe` writes `mean` and `root`, which nothing
+#: reads.
+_SAMPLING: dict[str, Any] = {
+    **dict.fromkeys(("visits", "losses", "mean", "root"), PerPair),
+    "seeds": Any,
+    "choice": PerState,
+}
+CompiledThompson: Any = NamedTuple("CompiledThompson", [*_SAMPLING.items()])  # type: ignore[misc]
 
 
 class Thompson(EmpiricalLearner):
@@ -68,18 +66,9 @@ def draw_losses(game: Game, t: int, learner: Any, seed: Any, loss: Floats) -> np
 # -- unknown transitions ---------------------------------------------------------------------------
 
 
-class CompiledPSRL(NamedTuple):
-    """`PSRL`."""
-
-    visits: PerPair
-    losses: PerPair
-    counts: Floats  # (M,)
-    mean: PerPair  # `observe` writes these two, which nothing reads
-    root: PerPair
-    seeds: Any
-    entry: Ints
-    drawn: Model  # with transitions from the posterior
-    choice: PerState
+#: Of `PSRL`; the transitions of the model `drawn` are from the posterior.
+_FIELDS = _SAMPLING | {"counts": Floats, "entry": Ints, "drawn": Model}
+CompiledPSRL: Any = NamedTuple("CompiledPSRL", [*_FIELDS.items()])  # type: ignore[misc]
 
 
 class PSRL(PlanningLearner):
@@ -111,7 +100,7 @@ observe.register(CompiledPSRL)(observe_transitions)
 
 
 @routine(inline=True)
-def draw_transitions(key: np.uint64, learner: CompiledPSRL) -> None:
+def draw_transitions(key: np.uint64, learner: Any) -> None:
     """Draw transitions for one seed. Their items follow those of the losses, two for each pair."""
     entry, drawn = learner.entry, learner.drawn.next_state
     for i in range(len(learner.visits)):

@@ -109,11 +109,9 @@ class UtilityStep(nn.Module):
         if step.constraints is not None:
             raise ValueError("step: has budgets; make one without, F can put a price on a cost")
         check_type("utility", utility, Callable, "a function of z")
-        pairs = tuple(step.interior.shape[-2:])
-        if features.dim() < 3 or tuple(features.shape[-2:]) != pairs:
-            shape = tuple(features.shape)
-            form = "(*batch, m, {}, {})".format(*pairs)
-            raise ValueError(f"features: expected shape {form}, m tables of (S, A), got {shape}")
+        fine = features.dim() > 2 and features.shape[-2:] == step.interior.shape[-2:]
+        form = "shape (*batch, m, {}, {}), m tables of (S, A)".format(*step.interior.shape[-2:])
+        check_that(fine, "features", form, tuple(features.shape))
         if not bool(torch.isfinite(features[..., step.mdp.actions]).all()):
             raise ValueError("features: expected finite numbers on all pairs that exist")
         self.step, self.utility = step, utility

@@ -138,7 +138,7 @@ def sqrt_diff(mdp: LayeredMDP, policy: Tensor, mapping: Tensor) -> tuple[Stateme
     q, other = occupancy(mdp, policy), occupancy(mdp, mapping)
     g = torch.where(mapping > 0, 0.0, q)
     labels = "eq:key_ineq_sqrt_diff", "lem:sqrt_diff"
-    return _roots(labels, mdp, policy, q, other, g, outside(q, mapping))
+    return _roots(labels, mdp, policy, q, other, g)
 
 
 def sqrt_diff_2(mdp: LayeredMDP, mapping: Tensor, other: Tensor) -> tuple[Statement, Statement]:
@@ -153,24 +153,18 @@ def sqrt_diff_2(mdp: LayeredMDP, mapping: Tensor, other: Tensor) -> tuple[Statem
     q, q_other = occupancy(mdp, mapping), occupancy(mdp, other)
     g = mapping * torch.where(mapping > 0, 0.0, q_other).sum(-1, keepdim=True)
     labels = "lem:sqrt_diff_2, key step", "lem:sqrt_diff_2"
-    return _roots(labels, mdp, mapping, q, q_other, g, outside(q_other, mapping))
+    return _roots(labels, mdp, mapping, q, q_other, g)
 
 
 def _roots(
-    labels: tuple[str, str],
-    mdp: LayeredMDP,
-    policy: Tensor,
-    q: Tensor,
-    other: Tensor,
-    g: Tensor,
-    left_out: Tensor,
+    labels: tuple[str, str], mdp: LayeredMDP, policy: Tensor, q: Tensor, other: Tensor, g: Tensor
 ) -> tuple[Statement, Statement]:
     """The induction's condition for f = (q(s) - other(s))_+ and g, and the bound on the roots."""
     (visits, others), terms = (x.sum(-1) for x in (q, other)), mdp.num_pairs
     key, _ = induction(mdp, policy, (visits - others).clamp(min=0), g)
     root, root_other = visits.sqrt(), others.sqrt()
     scale = torch.maximum(key.right, visits)
-    right = math.sqrt(mdp.num_states * mdp.horizon) * left_out.sqrt()
+    right = math.sqrt(mdp.num_states * mdp.horizon) * g.sum((-2, -1)).sqrt()
     size = (root + root_other).sum(-1)
     return (
         statement(labels[0], key.left, key.right, q.shape[-2] * q.shape[-1], scale),
