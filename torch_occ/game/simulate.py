@@ -71,7 +71,8 @@ def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> 
     if learner.max_episodes is not None and episodes > learner.max_episodes:
         raise ValueError(
             f"episodes: {name} was made for {learner.max_episodes} episodes, but {episodes} were "
-            f"asked for; its confidence level does not hold beyond. Make it with episodes={episodes}"
+            "asked for; its confidence level does not hold beyond. Make it with "
+            f"episodes={episodes}"
         )
     if type(losses).draw is LossProcess.draw:
         check_noise(losses.noise)

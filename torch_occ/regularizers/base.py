@@ -61,9 +61,8 @@ class Regularizer(Parametrized):
             ValueError: if a function of a part returns a tensor of the wrong shape.
         """
         if mdp is None:
-            shape, like = q.shape[-2:], {"dtype": q.dtype, "device": q.device}
-            initial = torch.full(shape[:1], 1 / shape[0], **like)
-            mdp = LayeredMDP([torch.ones(*shape, 1, **like)], initial=initial)
+            ones = torch.ones(*q.shape[-2:], 1, dtype=q.dtype, device=q.device)
+            mdp = LayeredMDP([ones], initial=ones[:, 0, 0] / len(ones))
         t = torch.as_tensor(t, dtype=q.dtype, device=q.device)
         composition = Composition(self)
         weights = composition.weigh(composition.values(t))
