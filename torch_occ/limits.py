@@ -261,8 +261,8 @@ class Search(NamedTuple):
             theta = np.exp(log_theta)[:, None]
             value, slope = (part.sum(1) for part in bracket(*fixed, theta))
             if (nodes.inflow > 0).any():
-                open_ = observed, mean, gap, most[:, :, None], theta[..., None]
-                values, slopes = bracket(*open_)
+                here = most[:, :, None], theta[..., None]
+                values, slopes = bracket(observed, mean, gap, *here)
                 values = np.where(ex.on_states(ex.exists), values / chord, np.inf)
                 rest, slope_rest = self.least_from(values, slopes / chord)
                 value = value + (nodes.inflow * rest).sum(1)
@@ -391,7 +391,13 @@ def _by_cutting_planes(
     excursions: Excursions, visits: Tensor, tolerance: float, budget: int, max_rounds: int
 ) -> tuple[Floats, LowerBound]:
     """Add violated constraints to the linear program until the bounds agree; return n, too."""
-    gap, spread = excursions.gap, _uniform_visits(excursions)
+    # One visit of every entry, and uniform actions in hidden states.
+    gap, exists = excursions.gap, excursions.on_states(excursions.exists)
+    arriving, uniform = excursions.first.sum(0), exists / exists.sum(1, keepdims=True)
+    for u, onward in enumerate(excursions.onward):
+        uniform[u] *= arriving[u]
+        arriving = arriving + uniform[u] @ onward
+    spread = np.concatenate([np.ones(len(excursions.first)), uniform.ravel()])
     # Any small number of observations: every excursion that can pay off violates them.
     n, value, rounds, exact = 1e-6 * spread, 0.0, 0, False
     # The cheapest exploration so far that satisfies all constraints, and its cost.
@@ -412,8 +418,8 @@ def _by_cutting_planes(
         n = cheapest + 0.1**rounds * value / float(gap @ spread) * spread
     if np.isinf(cost) and not rounds:  # nothing can be confused
         best, cost = np.zeros_like(n), 0.0
-    found = LowerBound(value, max(cost, value), visits, rounds, bool(exact), "cutting planes")
-    return best, found
+    upper = max(cost, value)
+    return best, LowerBound(value, upper, visits, rounds, bool(exact), "cutting planes")
 
 
 def _cheapest(excursions: Excursions, cuts: Floats) -> Floats:
@@ -436,13 +442,3 @@ def _cheapest(excursions: Excursions, cuts: Floats) -> Floats:
     if found.status != 0:
         raise RuntimeError(f"the linear program of the limit was not solved: {found.message}")
     return np.maximum(found.x, 0.0)
-
-
-def _uniform_visits(excursions: Excursions) -> Floats:
-    """One visit of every entry, and uniform actions in hidden states."""
-    exists, arriving = excursions.on_states(excursions.exists), excursions.first.sum(0)
-    n = exists / exists.sum(1, keepdims=True)
-    for u, onward in enumerate(excursions.onward):
-        n[u] *= arriving[u]
-        arriving = arriving + n[u] @ onward
-    return np.concatenate([np.ones(len(excursions.first)), n.ravel()])

@@ -132,8 +132,7 @@ def occupancy_figure(
     from matplotlib.colors import PowerNorm
 
     found = f"{tuple(q.shape)}; of several seeds, draw one or their mean, q.mean(0)"
-    fits = q.shape == mdp.actions.shape
-    check_that(fits, "q", f"shape {tuple(mdp.actions.shape)}", found)
+    check_that(q.shape == mdp.actions.shape, "q", f"shape {tuple(mdp.actions.shape)}", found)
     layers = np.linspace(0, mdp.horizon - 1, min(mdp.horizon, PANELS)).round().astype(int).tolist()
     cells, most = max(*mdp.layer_sizes, mdp.num_actions), min(max(mdp.layer_sizes), STATES)
     written = cells <= WRITTEN and mdp.horizon <= PANELS

@@ -183,7 +183,7 @@ class TorchPlayer:
         """
         every = torch.arange(len(policy), device=policy.device)
         local = invert(self.first.expand(len(policy), -1), numbers[:, -1, 2])
-        states, actions, suffered = [], [], []
+        seen = []
         for k, (here, layer) in enumerate(zip(self.mdp.layer_slices, self.mdp.layers, strict=True)):
             state = here.start + local
             action = invert(policy[every, state].cumsum(-1), numbers[:, k, 0])
@@ -193,11 +193,9 @@ class TorchPlayer:
                 loss = table[every, state, action]
             if k + 1 < self.mdp.horizon:
                 local = layer.draw(local, action, numbers[:, k, 2])
-            states.append(state)
-            actions.append(action)
-            suffered.append(loss)
-        seen = [torch.stack(x, -1) for x in (states, actions, suffered)]
-        return Feedback(seen[0], seen[1], seen[2], table)
+            seen.append((state, action, loss))
+        states, actions, losses = (torch.stack(x, -1) for x in zip(*seen, strict=True))
+        return Feedback(states, actions, losses, table)
 
 
 def choose_player(backend: Backend, mdp: LayeredMDP, learner: Learner, losses: LossProcess) -> Any:

@@ -175,9 +175,8 @@ class MatchPlayer:
     @torch.no_grad()
     def _play_round(self, run: Any, numbers: Tensor) -> None:
         """One episode of learners that the kernel does not know, or of full information."""
-        match, game, qs, shown = self.match, self.match.game, [], []
-        for x in match.learners:
-            qs.append(x.propose(run.t).detach().expand(len(numbers), -1, -1).clone())
+        match, game, n, shown = self.match, self.match.game, len(numbers), []
+        qs = [x.propose(run.t).detach().expand(n, -1, -1).clone() for x in match.learners]
         if not match.full:
             reached = game.chance * game.reach(0, qs[0]) * game.reach(1, qs[1])
             end = invert(reached.cumsum(-1), numbers)
@@ -197,7 +196,7 @@ class MatchPlayer:
                 losses = match.losses[i][end, None].where(reached & (path == last), 0.0)
             at = pairs // q.shape[-1], pairs % q.shape[-1]
             shown.append(estimators.Feedback(*at, losses, table, reached))
-        none = torch.zeros(len(numbers), 1)
+        none = torch.zeros(n, 1)
         run.tally(0 * run.q, estimators.Feedback(none, none, none, None))
         for learner, q, feedback in zip(match.learners, qs, shown, strict=True):
             learner.observe(run.t, q, feedback)

@@ -130,8 +130,7 @@ class GraphMDP(LayeredMDP):
         Costs may be negative; with a horizon, an edge then may count several times. Of equal paths,
         the one is taken whose first different edge comes first in `edges`.
         """
-        plan = optimal_policy(self, self.losses(costs))
-        return self.flows(occupancy(self, plan.policy))
+        return self.flows(occupancy(self, optimal_policy(self, self.losses(costs)).policy))
 
 
 def from_graph(

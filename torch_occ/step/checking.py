@@ -54,7 +54,12 @@ def check_regularizer(
     step = FTRLStep(mdp, regularizer, backend="torch")
     now = torch.as_tensor(step.episode(t), dtype=mdp.dtype)
     psi = Setting(mdp, step.evaluator, False, now, tuple(step.evaluator.parameters(now)))
-    Z = _directions(mdp)
+    # Z, `(S * A, dimension)`: an orthonormal basis of the directions inside Omega.
+    unit = torch.eye(mdp.actions.numel(), dtype=mdp.dtype).view(-1, *mdp.actions.shape)
+    E = (flow_residual(mdp, unit) - flow_residual(mdp, torch.zeros_like(unit[0]))).mT  # (S, S * A)
+    masked = unit.flatten(1)[~mdp.actions.flatten()]
+    _, sizes, rows = torch.linalg.svd(torch.cat([E, masked]))
+    Z = rows[int((sizes > 1e-10).sum()) :].mT
 
     def normal() -> Tensor:
         return torch.randn(mdp.actions.shape, dtype=mdp.dtype, generator=generator)
@@ -118,16 +123,6 @@ def check_regularizer(
                 f"{scale}; are the derivatives of psi continuous?"
             )
     return found
-
-
-def _directions(mdp: LayeredMDP) -> Tensor:
-    """Return an orthonormal basis of the directions inside Omega, `(S * A, dimension)`."""
-    unit = torch.eye(mdp.actions.numel(), dtype=mdp.dtype).view(-1, *mdp.actions.shape)
-    zero = flow_residual(mdp, torch.zeros_like(unit[0]))
-    E = (flow_residual(mdp, unit) - zero).mT  # (S, S * A)
-    masked = unit.flatten(1)[~mdp.actions.flatten()]
-    _, sizes, rows = torch.linalg.svd(torch.cat([E, masked]))
-    return rows[int((sizes > 1e-10).sum()) :].mT
 
 
 def _check_steep(psi: Setting, policy: Tensor, middle: Tensor) -> None:

@@ -328,8 +328,7 @@ def _against(
             limits.append(limits[-1])
         else:
             bound = penalty_bound(mdp, records.q, best[i], mapping, alpha)
-            other = stability_bound(mdp, records.q, mapping, alpha)
-            limits.append(torch.stack([bound, other]))
+            limits.append(torch.stack([bound, stability_bound(mdp, records.q, mapping, alpha)]))
     rates = parameters.eta_step, lambda t: 8 * parameters.eta(t)
     weights = [running_weights(records.episode, rate).to(values) for rate in rates]  # (C, C)
     penalty = best_value * weights[0].sum(-1, keepdim=True) - weights[0] @ values
@@ -471,8 +470,7 @@ class Certificate(Callback):
         above, below = (torch.where(self.mdp.actions, sign * ratio, -torch.inf) for sign in (1, -1))
         extremes = above.amax((-2, -1)), -below.amax((-2, -1))
         kept = torch.tensor(run.t), q, run.sums["total_mean"].clone(), run.curves["regret"][-1]
-        parts = [*kept, *norms, *(self.mdp.horizon * bounds), *extremes]
-        self.rows.append(Records(*parts))
+        self.rows.append(Records(*kept, *norms, *(self.mdp.horizon * bounds), *extremes))
         self.total = total
 
     def on_chunk(self, run: Simulation) -> None:

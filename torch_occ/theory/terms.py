@@ -137,8 +137,7 @@ def sqrt_diff(mdp: LayeredMDP, policy: Tensor, mapping: Tensor) -> tuple[Stateme
     """
     q, other = occupancy(mdp, policy), occupancy(mdp, mapping)
     g = torch.where(mapping > 0, 0.0, q)
-    labels = "eq:key_ineq_sqrt_diff", "lem:sqrt_diff"
-    return _roots(labels, mdp, policy, q, other, g)
+    return _roots(("eq:key_ineq_sqrt_diff", "lem:sqrt_diff"), mdp, policy, q, other, g)
 
 
 def sqrt_diff_2(mdp: LayeredMDP, mapping: Tensor, other: Tensor) -> tuple[Statement, Statement]:
@@ -198,8 +197,7 @@ def bound_on_penalty(
     best = occupancy(mdp, optimal)
     now, right = hybrid(mdp, q, alpha), penalty_bound(mdp, q, best, mapping, alpha)
     left = hybrid(mdp, best, alpha) - now
-    label = "lem:key_lemma_bound_penalty"
-    return statement(label, left, right, mdp.num_pairs, right - now)
+    return statement("lem:key_lemma_bound_penalty", left, right, mdp.num_pairs, right - now)
 
 
 # -- The stability E |loss_estimate|^2 (`app:stability_proof`) -------------------------------------
