@@ -60,7 +60,7 @@ def project(mdp, q, rows, lower, upper, loss, rate, max_steps=200):
     certificate = loss.new_zeros(4)
     tables = (x.numpy().reshape(-1) for x in (q, rows, lower, upper))
     limits = (float(rate), 2.0**-35, max_steps)  # eps^(2/3)
-    scratch = uob_reps.make_scratch(model.start, entry)
+    scratch = uob_reps.make_scratch(mdp)
     given = Given(*tables, entry, loss.numpy().reshape(-1), *limits, scratch)
     run(model, given, certificate.numpy())
     return certificate

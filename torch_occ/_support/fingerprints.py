@@ -108,9 +108,8 @@ def _held(part: Any, where: str) -> Iterator[tuple[str, Any]]:
 
 def _attributes(kind: type, state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Attributes without caches and without those that are ignored."""
-    ignored = {"fingerprint_ignores"}.union(
-        *(vars(base).get("fingerprint_ignores", ()) for base in kind.__mro__)
-    )
+    listed = (vars(base).get("fingerprint_ignores", ()) for base in kind.__mro__)
+    ignored = {"fingerprint_ignores"}.union(*listed)
     for name, value in state.items():
         cache = isinstance(getattr(kind, str(name), None), functools.cached_property)
         if name not in ignored and not cache:

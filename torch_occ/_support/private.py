@@ -169,11 +169,6 @@ def indices(p: Tensor) -> Tensor:
     return p._indices()
 
 
-def values(p: Tensor) -> Tensor:
-    """The stored values of a COO tensor; see `indices`."""
-    return p._values()
-
-
 def held_by(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Parameters, buffers, children and hooks of a module, by name.
 

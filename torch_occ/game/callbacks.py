@@ -135,9 +135,8 @@ class TensorBoard(Callback):
         self.next_image, self.monitored = run.t + 1.0, run.t if self.known else 0
         # A new run replaces what the directory holds; a resumed run replaces the points after
         # the episode at which it continues.
-        self.writer = summary_writer(
-            self.directory, purge_step=run.t + 1 if self.known else 0, max_queue=1000, flush_secs=10
-        )
+        fresh = {"purge_step": run.t + 1 if self.known else 0}
+        self.writer = summary_writer(self.directory, **fresh, max_queue=1000, flush_secs=10)
         *start, self.end = self._hparams(run)
         if not self.known:
             self.writer.add_text("configuration", configuration(run), 0)

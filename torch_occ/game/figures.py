@@ -87,28 +87,21 @@ def regret_figure(histories: History | Mapping[str, History], *, title: str = ""
             plot_regret(axes, history, label=label, colour=COLOURS[i % len(COLOURS)])
     if len(runs) == 1:
         plot_regret(right, first, label="realised regret", colour=COLOURS[1], realised=True)
-    anchor = _anchor(first)
+    # Episodes at whose mean regret reference lines may start.
+    t, mean = first.episodes, first.regret.mean(0)
+    usable = ((t >= 2) & (mean > 0) & (t < t.amax())).nonzero().flatten() if len(t) else t
     for axes in (left, right):
         axes.set(xlabel="episodes T", ylabel="regret")
         axes.grid(visible=True, which="major", color="0.9", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         limits = axes.get_ylim()
-        if anchor is not None:
-            plot_references(axes, *anchor)
+        if len(usable):
+            start = usable[(t[usable].double().log() - (t[-1] / 100).log()).abs().argmin()]
+            plot_references(axes, float(t[start]), float(mean[start]), float(t[-1]))
             axes.set_ylim(limits)
     right.legend(frameon=False, fontsize="small", loc="upper left")
     figure.suptitle(title)
     return figure
-
-
-def _anchor(history: History) -> tuple[float, float, float] | None:
-    """Start of the reference lines (episode, mean regret) and last episode; None if too early."""
-    t, mean = history.episodes, history.regret.mean(0)
-    usable = ((t >= 2) & (mean > 0) & (t < t.amax())).nonzero().flatten() if len(t) else t
-    if not len(usable):
-        return None
-    i = usable[(t[usable].double().log() - (t[-1] / 100).log()).abs().argmin()]
-    return float(t[i]), float(mean[i]), float(t[-1])
 
 
 # -- occupancy ---------------------------------------------------------------------------------

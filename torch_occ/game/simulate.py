@@ -105,18 +105,6 @@ def integers(name: str, values: Any) -> tuple[int, ...]:
         raise TypeError(f"{name}: expected {expected}, got {shown!r}") from None
 
 
-def check_seeds(seeds: tuple[int, ...]) -> None:
-    """Raise a ValueError unless there is a seed, all differ, and all are below 2**64."""
-    if not seeds:
-        raise ValueError("seeds: expected at least one")
-    check_that(max(seeds) < 2**64, "seeds", "integers below 2**64", max(seeds))
-    for seed in Counter(seeds) - Counter({*seeds}):
-        raise ValueError(
-            f"seeds: {seed} occurs twice; equal seeds play equal runs, which intervals would count "
-            "as independent ones"
-        )
-
-
 # -- A run in progress: its sums and curves, which callbacks read, and its state in a file ---------
 #
 # Random numbers and means come in chunks of episodes. A run can be saved and continued at the end
@@ -249,7 +237,14 @@ class Simulation:
         check_players(mdp, learner, losses, episodes)
         self.mdp, self.losses, self.episodes = mdp, losses, episodes
         self.seeds, self.config = integers("seeds", seeds), dict[str, Any]()
-        check_seeds(self.seeds)
+        if not self.seeds:
+            raise ValueError("seeds: expected at least one")
+        check_that(max(self.seeds) < 2**64, "seeds", "integers below 2**64", max(self.seeds))
+        for seed in Counter(self.seeds) - Counter({*self.seeds}):
+            raise ValueError(
+                f"seeds: {seed} occurs twice; equal seeds play equal runs, which intervals would "
+                "count as independent ones"
+            )
         points = log_spaced(episodes) if checkpoints is None else checkpoints
         self.checkpoints = sorted({*integers("checkpoints", points)})
         if not self.checkpoints:
@@ -438,10 +433,10 @@ class Simulation:
     def state(self) -> State:
         """A copy of the whole state, to be taken at the end of a chunk."""
         now = {name: getattr(self, name) for name in ("t", "seconds", "since", "at_checkpoint")}
-        now |= {x: copied(getattr(self, x)) for x in ("q", "process_state", "sums", "parts")}
+        changing = ("q", "process_state", "sums", "parts", "recorded", "times")
+        now |= {name: copied(getattr(self, name)) for name in changing}
         # The points of a curve never change, so lists of them are copied, not the points.
         now |= {"curves": {name: [*rows] for name, rows in self.curves.items()}}
-        now |= {"recorded": [*self.recorded], "times": [*self.times]}
         return now | {"learner": copied(self.learner.state)}
 
     def restore(self, state: State) -> None:

@@ -88,8 +88,7 @@ def _wait_once(outcomes: Outcomes, reward: Tensor) -> Outcomes:
     first = outcomes.actions.to(torch.int8).argmax(-1, keepdim=True)
     same = reward == reward.gather(-1, first)
     waits = ((same & ~leaves) | ~outcomes.actions).all(-1, keepdim=True)
-    only_first = torch.arange(outcomes.actions.shape[1]) == first
-    actions = outcomes.actions & (only_first | ~waits)
+    actions = outcomes.actions & ((torch.arange(outcomes.actions.shape[1]) == first) | ~waits)
     return replace(outcomes, actions=actions).select(actions[outcomes.state, outcomes.action])
 
 

@@ -198,9 +198,8 @@ class LayeredMDP:
             action_axis: the axis of `transition` that counts the actions, 0 or 1; required if there
                 are as many actions as states.
         """
-        return later("mdp.importers").from_arrays(
-            transition, reward, horizon, initial, terminal, action_axis
-        )
+        make = later("mdp.importers").from_arrays
+        return make(transition, reward, horizon, initial, terminal, action_axis)
 
     @classmethod
     def from_gymnasium(
@@ -451,9 +450,8 @@ class LayeredMDP:
             return self
         masks = zip(self.split(self.actions, 0), (*self.layer_sizes[1:], 1), strict=True)
         uniform = [mask.to(self.dtype).unsqueeze(-1).expand(-1, -1, n) / n for mask, n in masks]
-        hidden = LayeredMDP(
-            uniform, actions=self.actions, initial=self.initial.detach(), origin=self.origin
-        )
+        initial = self.initial.detach()
+        hidden = LayeredMDP(uniform, actions=self.actions, initial=initial, origin=self.origin)
         hidden.__dict__.update(is_blind=True)
         return hidden
 

@@ -171,9 +171,8 @@ def unroll(
             continue
         here, there = place[k][state], place[k + 1][after]
         kept = ((here >= 0) & (there >= 0)).nonzero().squeeze(-1)
-        transitions.append(
-            layer_tensor((here[kept], action[kept], there[kept]), probability[kept], shape, sparse)
-        )
+        index = here[kept], action[kept], there[kept]
+        transitions.append(layer_tensor(index, probability[kept], shape, sparse))
     transitions.append(probability.new_ones(len(layers[horizon - 1]), num_actions, 1))
     states = torch.cat(layers[:horizon])
     return {

@@ -263,11 +263,9 @@ class Composition:
         return Weighted(term.argument, type(term.function), *rows)
 
     def _structure(self) -> list[tuple[Regularizer, list[Any]]]:
-        def terms_of(leaf: Regularizer) -> list[Any]:
-            table = leaf.table() if isinstance(leaf, TabularRegularizer) else ()
-            return [(term.argument, type(term.function)) for term in table]
-
-        return [(leaf, terms_of(leaf)) for leaf in self.regularizer.leaves()]
+        leaves = self.regularizer.leaves()
+        found = ((x, x.table() if isinstance(x, TabularRegularizer) else ()) for x in leaves)
+        return [(leaf, [(x.argument, type(x.function)) for x in table]) for leaf, table in found]
 
     def values(self, t: Tensor) -> list[Tensor]:
         """Return the values of the factors now, after `check`; broadcast as `(*batch, S, A)`."""

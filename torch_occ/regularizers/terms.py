@@ -171,9 +171,8 @@ class Weight:
     def times(self, other: Weight, power: int = 1) -> Weight:
         """Return this weight times the other one to the power of 1 or -1."""
         constant = self.constant * other.constant if power == 1 else self.constant / other.constant
-        return Weight(
-            constant, _add(self.powers, other.powers, power), _add(self.slopes, other.slopes, power)
-        )
+        powers = _add(self.powers, other.powers, power)
+        return Weight(constant, powers, _add(self.slopes, other.slopes, power))
 
     def row(self, factors: list[Factor]) -> WeightRow:
         """Return the weight with factors by their index; `factors` gets those that it lacks."""

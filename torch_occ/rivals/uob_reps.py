@@ -103,11 +103,11 @@ class Scratch(NamedTuple):
     matrix: Floats
 
 
-def make_scratch(start: Ints, entry: Ints) -> Scratch:
-    """Allocate scratch memory; `start` `(L + 1,)` has the first state of every layer."""
-    num_states, widest = int(start[-1]), int(np.diff(start).max())
-    shapes = [(3, len(entry) - 1), (STATE_ROWS, num_states), (2, int(entry[-1]))]
-    return Scratch(*map(np.zeros, [*shapes, (num_states, 2 * widest)]))
+def make_scratch(mdp: LayeredMDP) -> Scratch:
+    """Allocate scratch memory."""
+    size, count, widest = mdp.actions.numel(), mdp.num_states, max(mdp.layer_sizes)
+    shapes = (3, size), (STATE_ROWS, count), (2, beliefs.num_transitions(mdp)), (count, 2 * widest)
+    return Scratch(*map(np.zeros, shapes))
 
 
 # -- One row of transitions: clip(c z, lower, upper) with z = p̃ exp(least v - v) ------------------
@@ -471,19 +471,16 @@ class UOBREPS(CountingLearner):
 
     def start(self, num_seeds: int) -> None:
         super().start(num_seeds)
-        in_layer = self.mdp.actions.sum(-1)  # the number of actions of a state, then of pairs
-        pairs = torch.cat([n.sum().expand_as(n) for n in self.mdp.split(in_layer, -1)])
-        q = self.mdp.actions / pairs.unsqueeze(-1).to(self.mdp.dtype)
+        layers = self.mdp.split(self.mdp.actions.to(self.mdp.dtype), 0)
+        q = torch.cat([pairs / pairs.sum() for pairs in layers])
         self.state["q"] = q.expand(num_seeds, -1, -1).clone()
         rows = beliefs.join_transitions(self.mdp.transitions)
         self.state |= {"rows": rows.expand(num_seeds, -1).clone(), "estimate": 0 * self.state["q"]}
 
     def settings(self) -> dict[str, Any]:
-        found = super().settings()
-        start = np.array([0, *(here.stop for here in self.mdp.layer_slices)])
         tolerance, steps = self.options.tolerance_in(torch.float64), self.options.max_steps
-        scratch = make_scratch(start, found["entry"])
-        return found | {"tolerance": tolerance, "max_steps": steps, "scratch": scratch}
+        own = {"tolerance": tolerance, "max_steps": steps, "scratch": make_scratch(self.mdp)}
+        return super().settings() | own
 
 
 @propose.register(CompiledUOBREPS)

@@ -84,10 +84,10 @@ def check_regularizer(
         h = 1e-5
         ends = [q + h * along, q - h * along]
         values = [regularizer(x, now, mdp).detach() for x in ends]
-        slopes = [psi.gradient(x).detach()[mdp.actions] for x in ends]
+        gradients = [psi.gradient(x).detach()[mdp.actions] for x in ends]
         slope = (here.gradient * along).sum()
         bend = (H @ along.flatten()).view_as(q)[mdp.actions]
-        for name, exact, pair in (("gradient", slope, values), ("hessian", bend, slopes)):
+        for name, exact, pair in (("gradient", slope, values), ("hessian", bend, gradients)):
             apart = ((pair[0] - pair[1]) / (2 * h) - exact).abs().max()
             size = exact.abs().max() + pair[0].abs().max() * 1e-6
             found[name] = max(found[name], float(apart / size))
@@ -105,7 +105,19 @@ def check_regularizer(
                 f"regularizer: not convex on Omega: Z'HZ has the eigenvalue {eigenvalues[0]:.3e} "
                 f"at the occupancy of a random policy (seed {seed}); check signs and weights"
             )
-    _check_steep(psi, policy(1e6), interior_point(mdp))
+    # Slopes of psi from three points ever closer to a vertex of Omega.
+    vertex, middle, slopes = occupancy(mdp, policy(1e6)), interior_point(mdp), []
+    for share in (1e-4, 1e-8, 1e-12):
+        slope = psi.gradient(vertex + share * (middle - vertex)).detach() * (middle - vertex)
+        slopes.append(float(slope[mdp.actions].sum()))
+    before, after = slopes[0] - slopes[1], slopes[1] - slopes[2]
+    if not (before > 0 and after > 0.25 * before):
+        raise ValueError(
+            "regularizer: not steep: its slope towards the boundary is "
+            f"{slopes[0]:.4g}, {slopes[1]:.4g}, {slopes[2]:.4g} at distances of 1e-4, 1e-8, 1e-12 "
+            "and has a limit, so the minimum may lie on the boundary, where it has no derivative; "
+            "add a LogBarrier or an entropy"
+        )
     checks: Any = (10.0, torch.autograd.gradcheck), (0.1, torch.autograd.gradgradcheck)
     for scale, check in checks:
         loss = (scale * normal()).requires_grad_()
@@ -123,21 +135,3 @@ def check_regularizer(
                 f"{scale}; are the derivatives of psi continuous?"
             )
     return found
-
-
-def _check_steep(psi: Setting, policy: Tensor, middle: Tensor) -> None:
-    """Compare the slopes of psi from three points ever closer to a vertex of Omega."""
-    vertex = occupancy(psi.mdp, policy)
-    slopes = []
-    for share in (1e-4, 1e-8, 1e-12):
-        q = vertex + share * (middle - vertex)
-        slope = psi.gradient(q).detach() * (middle - vertex)
-        slopes.append(float(slope[psi.mdp.actions].sum()))
-    before, after = slopes[0] - slopes[1], slopes[1] - slopes[2]
-    if not (before > 0 and after > 0.25 * before):
-        raise ValueError(
-            "regularizer: not steep: its slope towards the boundary is "
-            f"{slopes[0]:.4g}, {slopes[1]:.4g}, {slopes[2]:.4g} at distances of 1e-4, 1e-8, 1e-12 "
-            "and has a limit, so the minimum may lie on the boundary, where it has no derivative; "
-            "add a LogBarrier or an entropy"
-        )

@@ -68,9 +68,8 @@ class _FeaturePoint(NamedTuple):
 
     def merge(self, other: _FeaturePoint, where: Tensor) -> _FeaturePoint:
         """Return `other` at the elements given by `where` `(*batch,)`, this one elsewhere."""
-        return _FeaturePoint(
-            self.inner.merge(other.inner, where), *merge(where, other[1:], self[1:])
-        )
+        inner = self.inner.merge(other.inner, where)
+        return _FeaturePoint(inner, *merge(where, other[1:], self[1:]))
 
 
 class UtilityStep(nn.Module):
@@ -194,9 +193,8 @@ class _FeatureSearch:
         """Return F'(z), differentiable, and F''(z) if asked for."""
         with torch.enable_grad():
             x = z if z.requires_grad else z.detach().requires_grad_()
-            (y,) = torch.autograd.grad(
-                self.utility(x).sum(), x, create_graph=True, materialize_grads=True
-            )
+            total = self.utility(x).sum()
+            (y,) = torch.autograd.grad(total, x, create_graph=True, materialize_grads=True)
             rows = [torch.zeros_like(y)] * y.shape[-1]
             if curved and y.requires_grad:
                 parts = (y[..., i].sum() for i in range(len(rows)))

@@ -470,7 +470,7 @@ class Certificate(Callback):
         above, below = (torch.where(self.mdp.actions, sign * ratio, -torch.inf) for sign in (1, -1))
         extremes = above.amax((-2, -1)), -below.amax((-2, -1))
         kept = torch.tensor(run.t), q, run.sums["total_mean"].clone(), run.curves["regret"][-1]
-        self.rows.append(Records(*kept, *norms, *(self.mdp.horizon * bounds), *extremes))
+        self.rows.append(Records._make((*kept, *norms, *(self.mdp.horizon * bounds), *extremes)))
         self.total = total
 
     def on_chunk(self, run: Simulation) -> None:

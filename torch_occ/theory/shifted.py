@@ -209,9 +209,8 @@ def lemma_4(
     b, factor = (q.sqrt() * (1 - policy_of(mdp, q))).sum(), 2.0 if hint is None else 4.0
     right = factor**2 * eta * L**2 * b + lower_order(mdp, gamma, hint is not None) / t
     scale = (chance * inner(q, estimate.abs() + known)).sum() + q.sqrt().sum() / eta
-    first = statement(
-        "Lemma 4 (i)", left, factor * eta * q.sqrt().sum(), mdp.num_pairs, scale=scale
-    )
+    worst = factor * eta * q.sqrt().sum()
+    first = statement("Lemma 4 (i)", left, worst, mdp.num_pairs, scale=scale)
     return first, statement("Lemma 4 (ii)", left, right, mdp.num_pairs, scale=scale)
 
 

@@ -33,8 +33,7 @@ def convex_combine(mdp: LayeredMDP, u: Tensor, v: Tensor, weight: Tensor | float
     """`lem:convex_combine`: weight u + (1 - weight) v is in Omega if u and v are."""
     mixed = weight * u + (1 - weight) * v
     violation = flow_residual(mdp, mixed).abs().amax(-1)
-    scale = mixed.amax((-2, -1))
-    return equality("lem:convex_combine", violation, 0.0, mdp.num_pairs, scale)
+    return equality("lem:convex_combine", violation, 0.0, mdp.num_pairs, mixed.amax((-2, -1)))
 
 
 def state_regularizer(mdp: LayeredMDP, policy: Tensor, alpha: float) -> Tensor:
@@ -385,9 +384,8 @@ def stability_bound(mdp: LayeredMDP, q: Tensor, mapping: Tensor, alpha: float) -
     min( 4 sqrt(L |S| |A|),
          8 e L^2 ( sqrt(L) + 1/(alpha L) ) sum_s sum_{a != pi(s)} sqrt(q(s,a)) ).
     """
-    return (mdp.horizon * second_step_bound(mdp, q, mapping, alpha)).clamp(
-        max=worst_case_stability(mdp)
-    )
+    adaptive = mdp.horizon * second_step_bound(mdp, q, mapping, alpha)
+    return adaptive.clamp(max=worst_case_stability(mdp))
 
 
 def bound_on_stability(

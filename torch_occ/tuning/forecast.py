@@ -59,7 +59,12 @@ class Quadrature:
         cls, starts: Sequence[int], episodes: int, per_decade: float, like: Tensor
     ) -> Quadrature:
         """Nodes for phases that begin after the episodes `starts`, of which the first is 0."""
-        nodes, partial, weights, slopes = _gauss(NODES)
+        # Gauss quadrature on [0, 1]: nodes, integrals up to each, weights, and slopes at the ends.
+        x, w = np.polynomial.legendre.leggauss(NODES)
+        nodes, powers = (x + 1) / 2, np.arange(NODES)
+        basis = np.linalg.inv(nodes[:, None] ** powers)  # values at the nodes -> coefficients
+        partial = nodes[:, None] ** (powers + 1) / (powers + 1) @ basis
+        slopes = np.stack([(powers == 1).astype(float), powers.astype(float)]) @ basis
         t, phase, ends = list[float](), list[int](), list[int]()
         before, upto = list[list[float]](), list[list[float]]()
         total = list[float]()  # the sum so far, as the weights of the nodes
@@ -85,7 +90,7 @@ class Quadrature:
                 t += [*(start + local)]
                 phase += [p] * NODES
                 slope = slopes[1] / (width * high) - slopes[0] / (width * low)
-                total += [*(width * weights * local - slope / 24)]
+                total += [*(width * w / 2 * local - slope / 24)]
                 ends.append(start + int(high))
                 upto.append([*total])
         return cls(
@@ -99,16 +104,6 @@ class Quadrature:
     def sums(self, f: Tensor) -> Tensor:
         """sum_{tau <= end} f(tau) at every end: `(K, *event)` -> `(C, *event)`."""
         return torch.tensordot(self.upto, f, 1)
-
-
-def _gauss(n: int) -> tuple[np.ndarray, ...]:
-    """Gauss quadrature on [0, 1]: nodes with the integrals up to each, weights, and end slopes."""
-    x, w = np.polynomial.legendre.leggauss(n)
-    nodes, powers = (x + 1) / 2, np.arange(n)
-    basis = np.linalg.inv(nodes[:, None] ** powers)  # values at the nodes -> coefficients
-    partial = nodes[:, None] ** (powers + 1) / (powers + 1)
-    slopes = np.stack([(powers == 1).astype(float), powers.astype(float)])
-    return nodes, partial @ basis, w / 2, slopes @ basis
 
 
 def _matrix(rows: list[list[float]], columns: int, like: Tensor) -> Tensor:
@@ -314,10 +309,8 @@ def forecast(
     linear = Linearization(step, q, t)
     baseline = torch.where(mdp.actions, estimate.baseline_like(q, t), 0.0)
     bend, square = _noise(linear, grid, mean[grid.phase], phases.noise, baseline)
-    curves = (drift, grid.sums(-0.5 * bend), grid.sums(0.5 * square))
-    drift, noise, stability = (
-        torch.where(certified, curve, torch.nan).movedim(0, -1) for curve in curves
-    )
+    curves = torch.stack([drift, grid.sums(-0.5 * bend), grid.sums(0.5 * square)])
+    drift, noise, stability = torch.where(certified, curves, torch.nan).movedim(1, -1)
     return Forecast(grid.ends, drift, noise, stability, certified)
 
 

@@ -152,9 +152,8 @@ def stack(mdps: Sequence[LayeredMDP]) -> LayeredMDP:
     transitions = [
         torch.stack(layers) for layers in zip(*(mdp.transitions for mdp in mdps), strict=True)
     ]
-    return LayeredMDP(
-        transitions, actions=first.actions, initial=torch.stack([mdp.initial for mdp in mdps])
-    )
+    initial = torch.stack([mdp.initial for mdp in mdps])
+    return LayeredMDP(transitions, actions=first.actions, initial=initial)
 
 
 #: What is minimized: a function of a regularizer.
