@@ -63,13 +63,17 @@ def plot_references(axes: Axes, start: float, regret: float, end: float) -> None
     axes.plot(t, root, "-.", color="0.55", linewidth=1.0, label=r"$\propto \sqrt{T}$")
 
 
-def regret_figure(histories: History | Mapping[str, History], *, title: str = "") -> Figure:
+def regret_figure(
+    histories: History | Mapping[str, History], *, title: str = "", realised: bool = True
+) -> Figure:
     """Regret over the number of episodes, of one run or of several by name, in two panels.
 
     The left panel has two logarithmic axes; there sqrt T is a straight line of slope 1/2. The right
     panel has a logarithmic T; there log T is a straight line. Both reference lines start on the
-    first curve, at a hundredth of its last episode. For one run, the right panel also has the
-    realised regret, dashed.
+    first curve, at a hundredth of its last episode.
+
+    Args:
+        realised: also show the realised regret, dashed, in the right panel; for one run only.
 
     Returns:
         A matplotlib figure.
@@ -85,7 +89,7 @@ def regret_figure(histories: History | Mapping[str, History], *, title: str = ""
     for i, (label, history) in enumerate(runs.items()):
         for axes in (left, right):
             plot_regret(axes, history, label=label, colour=COLOURS[i % len(COLOURS)])
-    if len(runs) == 1:
+    if realised and len(runs) == 1:
         plot_regret(right, first, label="realised regret", colour=COLOURS[1], realised=True)
     # Episodes at whose mean regret reference lines may start.
     t, mean = first.episodes, first.regret.mean(0)

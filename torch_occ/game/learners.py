@@ -353,8 +353,7 @@ class FTRL(Learner):
         solution = self.step.solve(self.loss(t), float(t), check=False, **start)
         if solution.multipliers is not None and solution.slack is not None:
             state["multipliers"] = solution.multipliers
-            excess = -solution.slack.amin(-1)
-            state["budget_excess"] = torch.maximum(state["budget_excess"], excess)
+            state["budget_excess"] = torch.maximum(state["budget_excess"], -solution.slack.amin(-1))
         dtype = solution.q.dtype
         state["q"] = solution.q
         state["newton_steps"] = solution.steps.to(dtype)

@@ -165,8 +165,12 @@ def upper_bound(model: Model, learner: Any, target: int, layer: int) -> float:
         return model.initial[target]
     for k in range(layer - 1, -1, -1):
         first = start[k + 1]
-        if k + 1 < layer:
-            sort_states(f, order, first, start[k + 2])
+        for s in range(first, start[k + 2] if k + 1 < layer else first):
+            n = s  # sort the states of the next layer by decreasing value
+            while n > first and f[int(order[n - 1])] < f[s]:
+                order[n] = order[n - 1]
+                n -= 1
+            order[n] = float(s)
         for s in range(start[k], first):
             total = 0.0
             for i in range(s * num_actions, (s + 1) * num_actions):
@@ -188,17 +192,6 @@ def upper_bound(model: Model, learner: Any, target: int, layer: int) -> float:
     for s in range(start[1]):
         u += model.initial[s] * f[s]
     return u
-
-
-@routine(inline=True)
-def sort_states(f: Floats, order: Floats, first: int, stop: int) -> None:
-    """Sort the states of a layer by decreasing value."""
-    for s in range(first, stop):
-        n = s
-        while n > first and f[int(order[n - 1])] < f[s]:
-            order[n] = order[n - 1]
-            n -= 1
-        order[n] = float(s)
 
 
 # -- Learners that count ---------------------------------------------------------------------------
