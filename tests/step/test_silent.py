@@ -34,6 +34,34 @@ class Net(torch.nn.Module):
         return self.step(loss, t=4.0)
 
 
+class Mine(occ.SeparableRegularizer):
+    def __init__(self, power):
+        super().__init__()
+        self.power = power
+
+    def pair(self, x):
+        return x**-self.power
+
+
+def test_plans_take_the_numbers_of_networks_and_of_numpy():
+    best = occ.optimal_policy(MDP, LOSS.float()).policy.argmax(-1)
+    taken = torch.nn.functional.one_hot(best)  # integers
+    q = occ.occupancy(MDP, taken)
+    for policy in (taken.float(), taken.bool(), taken.numpy()):
+        assert torch.equal(occ.occupancy(MDP, policy), q)
+    step, path = occ.FTRLStep(MDP, occ.ConditionalEntropy()), torch.tensor([[0, 1, 4]])
+    given = (path, path % 3)
+    found = [
+        occ.negative_log_likelihood(step, LOSS, *x) for x in (given, [y.numpy() for y in given])
+    ]
+    assert torch.equal(*found)
+
+
+def test_attributes_of_users_regularizers_name_a_step():
+    names = [occ.FTRLStep(MDP, Mine(x)).name_in_graphs.split()[-1] for x in (1.0, 1.0, 2.0)]
+    assert names[0] == names[1] != names[2]
+
+
 def test_a_program_solves_the_step_that_it_was_made_with(tmp_path):
     net = Net(occ.ConditionalEntropy() / occ.InverseSqrt(0.5))
     program = torch.export.export(net, (LOSS,))

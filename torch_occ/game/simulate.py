@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import time
 from bisect import bisect_right
 from collections import Counter
@@ -27,7 +26,7 @@ from torch_occ.game.estimators import Feedback
 from torch_occ.game.history import History, LearnerComparison, comparator
 from torch_occ.game.learners import FTRL, Learner
 from torch_occ.game.losses import LossProcess, check_noise, mean_square, second_moments
-from torch_occ.mdp.checks import check_that
+from torch_occ.mdp.checks import check_that, integers, whole
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import invert
 from torch_occ.mdp.occupancy import interior_point, occupancy, policy_of
@@ -89,26 +88,6 @@ def _check_learner(mdp: LayeredMDP, learner: Learner) -> None:
             f"learner: {name} was made for another layout than that of the MDP to simulate: it has "
             f"{difference}; make both with the same LayeredMDP"
         )
-
-
-def whole(name: str, value: Any) -> int:
-    """The value as a positive int; an error names the argument if it is not a whole number."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected a whole number, got {value!r}") from None
-    check_that(number >= 1, name, "at least 1", number)
-    return number
-
-
-def integers(name: str, values: Any) -> tuple[int, ...]:
-    """The values as ints; an error names the argument if it is no sequence of integers."""
-    try:
-        return tuple(operator.index(value) for value in values)
-    except TypeError:
-        shown = list(values) if isinstance(values, Iterable) else values
-        expected = "integers, for example range(1, 9)"
-        raise TypeError(f"{name}: expected {expected}, got {shown!r}") from None
 
 
 def check_seeds(seeds: tuple[int, ...]) -> None:

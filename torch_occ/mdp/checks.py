@@ -6,7 +6,8 @@ Every error names the argument, the place and the value, and says what was expec
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,29 @@ def check_that(
     """Raise the error of an argument that is not what was expected, unless it is fine."""
     if not fine:
         raise error(f"{name}: expected {expected}, got {found}")
+
+
+def whole(name: str, value: Any) -> int:
+    """The value as a positive int; an error names the argument if it is not a whole number."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected a whole number, got {value!r}") from None
+    check_that(number >= 1, name, "at least 1", number)
+    check_that(number < 2**63, name, "an integer below 2**63", number)
+    return number
+
+
+def integers(name: str, values: Any) -> tuple[int, ...]:
+    """The values as ints; an error names the argument if it is no sequence of integers."""
+    shown = values.tolist() if isinstance(values, Tensor) else values
+    shown = list(shown) if isinstance(shown, Iterable) else shown
+    try:
+        if not any(isinstance(value, bool) for value in shown):  # a mask is no list of states
+            return tuple(map(operator.index, shown))
+    except TypeError:
+        pass
+    raise TypeError(f"{name}: expected integers, for example range(1, 9), got {shown!r}")
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:
@@ -61,11 +85,12 @@ def as_tensor(x: Any) -> Any:
     return torch.tensor(x) if isinstance(x, np.ndarray) and x.ndim else x
 
 
-def check_table(name: str, x: Tensor, mdp: LayeredMDP) -> None:
-    """Check that x is a tensor `(*batch, S, A)`; otherwise raise a TypeError or a ValueError."""
+def check_table(name: str, x: Tensor, mdp: LayeredMDP) -> Tensor:
+    """Return a tensor `(*batch, S, A)` in the MDP's number type, or raise an error."""
     shape, fine = f"shape (*batch, {mdp.num_states}, {mdp.num_actions})", isinstance(x, Tensor)
     check_that(fine, name, f"a tensor of {shape}", type(x).__name__, TypeError)
     check_that(x.shape[-2:] == mdp.actions.shape, name, shape, tuple(x.shape))
+    return x if x.dtype is mdp.dtype else x.to(mdp.dtype)
 
 
 def check_shapes(
