@@ -36,7 +36,7 @@ from torch import Tensor
 
 from torch_occ._support.choices import extra
 from torch_occ._support.constants import TIE
-from torch_occ.mdp.checks import as_tensor, check_that
+from torch_occ.mdp.checks import as_tensor, check_kind, check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import optimal_policy
 
@@ -438,8 +438,7 @@ def _uniform_visits(excursions: Excursions) -> Floats:
 
 def _checked(mdp: LayeredMDP, mean: Tensor) -> tuple[LayeredMDP, Tensor]:
     """The MDP and the means in float64 on the CPU, or a ValueError."""
-    kind, fine = type(mdp).__name__, isinstance(mdp, LayeredMDP)
-    check_that(fine, "mdp", "an occ.LayeredMDP", kind, TypeError)
+    check_kind("mdp", mdp, LayeredMDP)
     batch = tuple(mdp.batch_shape)
     check_that(not batch, "mdp", "a single MDP", f"a batch of {batch}")
     mean, shape = as_tensor(mean), tuple(mdp.actions.shape)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from zoo import contexts, corridor, layers
+from zoo import SmoothedHybrid, contexts, corridor, layers
 
 import torch_occ as occ
 from torch_occ import Status
@@ -34,31 +34,16 @@ class Net(torch.nn.Module):
         return self.step(loss, t=4.0)
 
 
-class Mine(occ.SeparableRegularizer):
-    def __init__(self, power):
-        super().__init__()
-        self.power = power
-
-    def pair(self, x):
-        return x**-self.power
-
-
-def test_plans_take_the_numbers_of_networks_and_of_numpy():
-    best = occ.optimal_policy(MDP, LOSS.float()).policy.argmax(-1)
-    taken = torch.nn.functional.one_hot(best)  # integers
-    q = occ.occupancy(MDP, taken)
-    for policy in (taken.float(), taken.bool(), taken.numpy()):
-        assert torch.equal(occ.occupancy(MDP, policy), q)
-    step, path = occ.FTRLStep(MDP, occ.ConditionalEntropy()), torch.tensor([[0, 1, 4]])
-    given = (path, path % 3)
-    found = [
-        occ.negative_log_likelihood(step, LOSS, *x) for x in (given, [y.numpy() for y in given])
-    ]
-    assert torch.equal(*found)
+def test_plans_take_other_number_types():
+    taken = torch.nn.functional.one_hot(occ.optimal_policy(MDP, LOSS.float()).policy.argmax(-1))
+    for policy in (taken, taken.float(), taken.bool(), taken.numpy()):
+        assert torch.equal(occ.occupancy(MDP, policy), occ.occupancy(MDP, taken.to(F64)))
 
 
 def test_attributes_of_users_regularizers_name_a_step():
-    names = [occ.FTRLStep(MDP, Mine(x)).name_in_graphs.split()[-1] for x in (1.0, 1.0, 2.0)]
+    parts = [SmoothedHybrid(weight) for weight in (1.0, 2.0, 2.0)]  # parameters do not
+    parts[2].shift = 0.1
+    names = [occ.FTRLStep(MDP, psi).name_in_graphs.split()[-1] for psi in parts]
     assert names[0] == names[1] != names[2]
 
 

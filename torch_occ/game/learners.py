@@ -28,7 +28,7 @@ from torch_occ.game.estimators import (
     ImportanceWeighted,
     ReducedVariance,
 )
-from torch_occ.mdp.checks import check_that
+from torch_occ.mdp.checks import check_kind, check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import cheapest, interior_point, occupancy, optimal_policy
 from torch_occ.regularizers.base import Regularizer
@@ -275,12 +275,9 @@ class FTRL(Learner):
     ) -> None:
         super().__init__(mdp)
         self.optimistic = optimistic
-        fine, expected = isinstance(regularizer, Regularizer), "for example occ.jin_luo(mdp)"
-        kind = type(regularizer).__name__
-        check_that(fine, "regularizer", f"an occ.Regularizer, {expected}", kind, TypeError)
-        expected = "an occ.Estimator, for example occ.ImportanceWeighted()"
-        fine = isinstance(estimator, Estimator | None)
-        check_that(fine, "estimator", expected, repr(estimator), TypeError)
+        check_kind("regularizer", regularizer, Regularizer, ", for example occ.jin_luo(mdp)")
+        if estimator is not None:
+            check_kind("estimator", estimator, Estimator, ", for example occ.ImportanceWeighted()")
         self.step = FTRLStep(mdp, regularizer, constraints=constraints)
         self.valid: list[Any] = []  # the last parameters that `check_settings` found valid
         if constraints is not None:

@@ -26,7 +26,7 @@ from torch_occ.game.estimators import Feedback
 from torch_occ.game.history import History, LearnerComparison, comparator
 from torch_occ.game.learners import FTRL, Learner
 from torch_occ.game.losses import LossProcess, check_noise, mean_square, second_moments
-from torch_occ.mdp.checks import check_that, integers, whole
+from torch_occ.mdp.checks import check_kind, check_that, integers, whole
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import invert
 from torch_occ.mdp.occupancy import interior_point, occupancy, policy_of
@@ -112,15 +112,6 @@ def check_callbacks(callbacks: Any) -> list[Callback]:
     for callback in found:
         check_kind("callbacks", callback, Callback)
     return found
-
-
-def check_kind(name: str, thing: Any, kind: type, example: str = "") -> None:
-    """Raise a TypeError unless something is an object of a class of this package."""
-    found = type(thing).__name__
-    if isinstance(thing, type):
-        found = f"the class {thing.__name__}; make an object of it"
-    fine = isinstance(thing, kind)
-    check_that(fine, name, f"an occ.{kind.__name__}{example}", found, TypeError)
 
 
 # -- A run in progress: its sums and curves, which callbacks read, and its state in a file ---------

@@ -17,7 +17,7 @@ from torch_occ._support.private import (
     values_are_hidden,
     with_autograd,
 )
-from torch_occ.mdp.checks import as_tensor, broadcast, check_that
+from torch_occ.mdp.checks import as_tensor, broadcast, check_kind
 from torch_occ.mdp.layered import LayeredMDP, remembered
 from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source, join
 from torch_occ.regularizers.base import total
@@ -176,8 +176,7 @@ class Envelope(NamedTuple):
 
 def _model(step: FTRLStep, mdp: LayeredMDP | None) -> LayeredMDP:
     """Return the MDP of a call; a TypeError if the first argument is no step."""
-    kind, fine = type(step).__name__, isinstance(step, FTRLStep)
-    check_that(fine, "step", "an occ.FTRLStep", kind, TypeError)
+    check_kind("step", step, FTRLStep)
     return step.mdp if mdp is None else mdp
 
 

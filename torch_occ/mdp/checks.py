@@ -33,6 +33,15 @@ def check_that(
         raise error(f"{name}: expected {expected}, got {found}")
 
 
+def check_kind(name: str, thing: Any, kind: type, example: str = "") -> None:
+    """Raise a TypeError unless something is an object of a class of this package."""
+    found = type(thing).__name__
+    if isinstance(thing, type):
+        found = f"the class {thing.__name__}; make an object of it"
+    fine = isinstance(thing, kind)
+    check_that(fine, name, f"an occ.{kind.__name__}{example}", found, TypeError)
+
+
 def whole(name: str, value: Any) -> int:
     """The value as a positive int; an error names the argument if it is not a whole number."""
     try:

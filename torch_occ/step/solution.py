@@ -16,6 +16,7 @@ from torch_occ.mdp.checks import (
     as_tensor,
     broadcast,
     check_dtype,
+    check_kind,
     check_table,
     check_that,
     unexpected,
@@ -401,8 +402,7 @@ def check_probabilities(mdp: LayeredMDP) -> None:
 
 def check_layout(mdp: LayeredMDP, own: LayeredMDP) -> LayeredMDP:
     """Check that an MDP has the layout of the step's own one, and return it."""
-    fine = isinstance(mdp, LayeredMDP)
-    check_that(fine, "mdp", "an occ.LayeredMDP", type(mdp).__name__, TypeError)
+    check_kind("mdp", mdp, LayeredMDP)
     if mdp.layer_sizes != own.layer_sizes or not torch.equal(mdp.actions, own.actions):
         advice = "make it with mdp.with_transitions, or make another FTRLStep"
         raise unexpected("mdp", f"the layout of {own}", f"{mdp}; {advice}")
