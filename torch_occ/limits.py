@@ -36,7 +36,7 @@ from torch import Tensor
 
 from torch_occ._support.choices import extra
 from torch_occ._support.constants import TIE
-from torch_occ.mdp.checks import as_tensor, check_that, check_type
+from torch_occ.mdp.checks import as_tensor, check_kind, check_that, check_type
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import optimal_policy
 
@@ -360,7 +360,7 @@ def lower_bound(
             by optimal policies.
         ImportError: if SciPy is needed but not installed.
     """
-    check_type("mdp", mdp, LayeredMDP, "an occ.LayeredMDP")
+    check_kind("mdp", mdp, LayeredMDP)
     batch = tuple(mdp.batch_shape)
     check_that(not batch, "mdp", "a single MDP", f"a batch of {batch}")
     mean, shape = as_tensor(mean), tuple(mdp.actions.shape)

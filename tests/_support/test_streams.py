@@ -47,8 +47,3 @@ def test_the_numbers_are_pinned():
         0.3545624228779064,
         0.02177503878672471,
     ]
-
-
-def test_negative_seeds_are_refused():
-    with pytest.raises(ValueError, match=r"seeds: expected non-negative integers, got -1"):
-        uniforms((0, -1), Purpose.TABLES, (0,), (1,))

@@ -117,7 +117,7 @@ def matching(second=("heads", "tails"), name="b", payoff=1.0, player=1):
             r"'b' of player 1 has the actions \['heads', 'tails'\] and \['heads'\], after "
             r"\['left'\] and after \['right'\]",
         ),
-        (matching(payoff=float("nan")), r"payoff: \(nan, nan\) after \['right', 'heads'\]"),
+        (matching(payoff=float("nan")), r"payoff: \(nan,\) after \['right', 'heads'\]"),
         (matching(player=2), r"player: 2 has 2 actions after \['right'\]; expected player 0 or 1"),
         (
             matching(second=("left", "right"), name="a", player=0),
@@ -133,8 +133,6 @@ def test_wrong_games_are_refused_with_the_place(root, message):
 
 
 def test_other_things_are_refused():
-    with pytest.raises(TypeError, match=r"root: expected Chance, Decision or End after \['x'\]"):
-        occ.ExtensiveGame(Decision(0, "a", {"x": 1.0}))
     pytest.importorskip("pyspiel")
     with pytest.raises(ValueError, match="3 players"):
         occ.ExtensiveGame.from_openspiel("kuhn_poker(players=3)")

@@ -88,6 +88,7 @@ def test_copies_and_files_after_use():
     mdp = occ.LayeredMDP.random(3, 3, 2).to_sparse()
     policy = occ.uniform_policy(mdp)
     q = occ.occupancy(mdp, policy)  # fills the caches
+    mdp.transitions[1].values().zero_()  # a copy: its writes would not be noticed
     for other in (copy.deepcopy(mdp), pickle.loads(pickle.dumps(mdp))):
         assert torch.equal(occ.occupancy(other, policy), q)
 

@@ -219,11 +219,6 @@ def test_export_refuses_what_is_not_an_operator():
         torch.export.export(net, (features(),), strict=False)
 
 
-def test_a_program_whose_step_is_gone_says_so():
-    with pytest.raises(RuntimeError, match="step -1: this process has no FTRLStep with the MDP"):
-        solve_step("step -1", random_loss(small()), tensor(1.0), None, [], [])
-
-
 def test_copies_have_their_own_parameters():
     net = Net(occ.FTRLStep(small(), occ.jin_luo(small(), beta=1.0)))
     other = copy.deepcopy(net)

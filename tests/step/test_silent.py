@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from zoo import contexts, corridor, layers
+from zoo import SmoothedHybrid, contexts, corridor, layers
 
 import torch_occ as occ
 from torch_occ import Status
@@ -32,6 +32,19 @@ class Net(torch.nn.Module):
 
     def forward(self, loss):
         return self.step(loss, t=4.0)
+
+
+def test_plans_take_other_number_types():
+    taken = torch.nn.functional.one_hot(occ.optimal_policy(MDP, LOSS.float()).policy.argmax(-1))
+    for policy in (taken, taken.float(), taken.bool(), taken.numpy()):
+        assert torch.equal(occ.occupancy(MDP, policy), occ.occupancy(MDP, taken.to(F64)))
+
+
+def test_attributes_of_users_regularizers_name_a_step():
+    parts = [SmoothedHybrid(weight) for weight in (1.0, 2.0, 2.0)]  # parameters do not
+    parts[2].shift = 0.1
+    names = [occ.FTRLStep(MDP, psi).name_in_graphs.split()[-1] for psi in parts]
+    assert names[0] == names[1] != names[2]
 
 
 def test_a_program_solves_the_step_that_it_was_made_with(tmp_path):

@@ -28,7 +28,7 @@ from torch_occ.game.estimators import (
     ImportanceWeighted,
     ReducedVariance,
 )
-from torch_occ.mdp.checks import check_that, check_type, unwritten
+from torch_occ.mdp.checks import check_kind, check_that, unwritten
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import cheapest, interior_point, occupancy, optimal_policy
 from torch_occ.regularizers.base import Regularizer
@@ -273,11 +273,9 @@ class FTRL(Learner):
     ) -> None:
         super().__init__(mdp)
         self.optimistic = optimistic
-        expected = "an occ.Regularizer, for example occ.jin_luo(mdp)"
-        check_type("regularizer", regularizer, Regularizer, expected)
-        expected = "an occ.Estimator, for example occ.ImportanceWeighted()"
-        fine = isinstance(estimator, Estimator | None)
-        check_that(fine, "estimator", expected, repr(estimator), TypeError)
+        check_kind("regularizer", regularizer, Regularizer, ", for example occ.jin_luo(mdp)")
+        if estimator is not None:
+            check_kind("estimator", estimator, Estimator, ", for example occ.ImportanceWeighted()")
         self.step = FTRLStep(mdp, regularizer, constraints=constraints)
         self.valid: list[Any] = []  # the last parameters that `check_settings` found valid
         if constraints is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_occ._support.constants import CHUNK
 from torch_occ._support.streams import Purpose, stream
-from torch_occ.mdp.checks import as_tensor, check_that, check_type, unwritten
+from torch_occ.mdp.checks import as_tensor, check_kind, check_that, check_type, unwritten
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import likeliest, optimal_policy
 
@@ -312,8 +312,7 @@ class Corrupted(LossProcess):
         episodes: int | None = None,
         target: Tensor | None = None,
     ) -> None:
-        process = "an occ.LossProcess, for example occ.BernoulliLosses(mean)"
-        check_type("base", base, LossProcess, process)
+        check_kind("base", base, LossProcess, ", for example occ.BernoulliLosses(mean)")
         check_that(budget >= 0, "budget", "a non-negative number", budget)
         known = strategy in ("front", "uniform", "targeted")
         check_that(known, "strategy", "front, uniform or targeted", repr(strategy))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import time
 from bisect import bisect_right
 from collections import Counter
@@ -27,7 +26,7 @@ from torch_occ.game.estimators import Feedback
 from torch_occ.game.history import History, LearnerComparison, comparator
 from torch_occ.game.learners import FTRL, Learner
 from torch_occ.game.losses import LossProcess, check_noise, mean_square, second_moments
-from torch_occ.mdp.checks import check_that, check_type
+from torch_occ.mdp.checks import check_that, check_type, integers, whole
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import invert
 from torch_occ.mdp.occupancy import interior_point, occupancy, policy_of
@@ -37,9 +36,8 @@ from torch_occ.mdp.occupancy import interior_point, occupancy, policy_of
 
 def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> None:
     """Raise an error unless the learner and the losses can play this MDP for so many episodes."""
-    check_type("learner", learner, Learner, "an occ.Learner, for example occ.FTRL")
-    expected = "an occ.LossProcess, for example occ.BernoulliLosses(mean)"
-    check_type("losses", losses, LossProcess, expected)
+    check_kind("learner", learner, Learner, ", for example occ.FTRL")
+    check_kind("losses", losses, LossProcess, ", for example occ.BernoulliLosses(mean)")
     name = type(learner).__name__
     if not hasattr(learner, "mdp"):
         raise TypeError(f"learner: {name} has no mdp; call super().__init__(mdp) in __init__")
@@ -83,26 +81,6 @@ def check_players(mdp: LayeredMDP, learner: Any, losses: Any, episodes: int) -> 
         raise ValueError(
             f"losses: the table has {losses.length} episodes, but {episodes} were asked for"
         )
-
-
-def whole(name: str, value: Any) -> int:
-    """The value as a positive int; an error names the argument if it is not a whole number."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected a whole number, got {value!r}") from None
-    check_that(number >= 1, name, "at least 1", number)
-    return number
-
-
-def integers(name: str, values: Any) -> tuple[int, ...]:
-    """The values as ints; an error names the argument if it is no sequence of integers."""
-    try:
-        return tuple(operator.index(value) for value in values)
-    except TypeError:
-        shown = list(values) if isinstance(values, Iterable) else values
-        expected = "integers, for example range(1, 9)"
-        raise TypeError(f"{name}: expected {expected}, got {shown!r}") from None
 
 
 # -- A run in progress: its sums and curves, which callbacks read, and its state in a file ---------
@@ -516,7 +494,7 @@ def simulate(
     check_type("callbacks", callbacks, Iterable, "a list, for example [occ.ProgressBar()]")
     watching = list(callbacks)
     for callback in watching:
-        check_type("callbacks", callback, Callback, "an occ.Callback")
+        check_kind("callbacks", callback, Callback)
     if wants_bar(progress) and not any(isinstance(x, ProgressBar) for x in watching):
         watching.append(ProgressBar(type(learner).__name__, after=0.0 if progress else 2.0))
     simulation = Simulation(mdp, learner, losses, episodes, seeds, checkpoints, backend)

@@ -21,7 +21,7 @@ from torch_occ.game.learners import FTRL, FixedPolicy, FollowTheLeader, Learner
 from torch_occ.game.losses import BernoulliLosses
 from torch_occ.game.simulate import simulate
 from torch_occ.games.tree import ExtensiveGame, GamePolicy, Treeplex
-from torch_occ.mdp.checks import check_that, check_type
+from torch_occ.mdp.checks import check_kind, check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import invert
 from torch_occ.mdp.occupancy import interior_point, policy_of
@@ -205,7 +205,7 @@ class MatchPlayer:
 def _prepared(plex: Treeplex, player: int, learner: Any, full: bool) -> Learner:
     """A copy of a learner for this feedback; refuse what would be silently wrong."""
     name, kind = type(learner).__name__, "full information" if full else "bandit feedback"
-    check_type("learners", learner, Learner, f"an occ.Learner for player {player}")
+    check_kind("learners", learner, Learner, f" for player {player}")
     if learner.mdp is not plex.mdp:
         raise ValueError(
             f"learners: that of player {player} was made for another MDP; make it with "
@@ -276,6 +276,7 @@ def self_play(
         ValueError, TypeError, KeyboardInterrupt: as `occ.simulate`.
     """
     check_that(feedback in ("full", "bandit"), "feedback", "full or bandit", repr(feedback))
+    check_kind("game", game, ExtensiveGame)
     given = [*map(learners, game.treeplexes)] if callable(learners) else [*learners]
     check_that(len(given) == 2, "learners", "one for each of two players", len(given))
     match = Match(game, given, feedback == "full")

@@ -99,10 +99,10 @@ def _walk(root: Any, expand: Callable[[Any], Any]) -> tuple[tuple[_Sets, _Sets],
         given, path, own, chance = stack.pop()
         node, following = expand(given), []
         if isinstance(node, End):
-            payoff = (node.payoff, -node.payoff if node.second is None else node.second)
-            if not all(map(math.isfinite, payoff)):
+            payoff = (node.payoff,) if node.second is None else (node.payoff, node.second)
+            if not all(hasattr(x, "__float__") and math.isfinite(x) for x in payoff):
                 raise ValueError(f"payoff: {payoff} after {[*path]}; expected finite numbers")
-            ends.append((payoff, own, chance))
+            ends.append(((*payoff, -node.payoff)[:2], own, chance))
         elif isinstance(node, Chance):
             odds = [p for p, _ in node.outcomes]
             if not (all(p >= 0 for p in odds) and abs(math.fsum(odds) - 1) < 1e-9):

@@ -17,7 +17,7 @@ from torch_occ._support.private import (
     values_are_hidden,
     with_autograd,
 )
-from torch_occ.mdp.checks import broadcast, check_that
+from torch_occ.mdp.checks import as_tensor, broadcast, check_kind
 from torch_occ.mdp.layered import LayeredMDP, remembered
 from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source, join
 from torch_occ.regularizers.base import total
@@ -176,8 +176,7 @@ class Envelope(NamedTuple):
 
 def _model(step: FTRLStep, mdp: LayeredMDP | None) -> LayeredMDP:
     """Return the MDP of a call; a TypeError if the first argument is no step."""
-    kind, fine = type(step).__name__, isinstance(step, FTRLStep)
-    check_that(fine, "step", "an occ.FTRLStep", kind, TypeError)
+    check_kind("step", step, FTRLStep)
     return step.mdp if mdp is None else mdp
 
 
@@ -302,7 +301,9 @@ def _in_closed_form(
         return None
     model, paths = _model(step, mdp), len(shown) > 1
     equation, given = step.closed_form(loss, t, start, mdp)
-    if equation.probabilities or any(x.requires_grad for x in (*given[2:], *shown)):
+    if equation.probabilities or any(
+        getattr(x, "requires_grad", False) for x in (*given[2:], *shown)
+    ):
         return None
     with torch.no_grad():
         weight, table = given[2].unsqueeze(-1), keep("pair", model, given[0], 0.0)
@@ -579,7 +580,7 @@ def negative_log_likelihood(
 def _padded(mdp: LayeredMDP, states: Trajectories, actions: Trajectories) -> tuple[Any, ...]:
     """Return lists of trajectories as tensors `(N, L)`, with -1 after their ends."""
     if not (isinstance(states, Sequence) and isinstance(actions, Sequence)):
-        return states, actions
+        return as_tensor(states), as_tensor(actions)
     sizes = [[len(x) for x in part] for part in (states, actions)]
     if sizes[0] != sizes[1] or not all(0 < size <= mdp.horizon for size in sizes[0]):
         raise ValueError(

@@ -6,7 +6,8 @@ Every error names the argument, the place and the value, and says what was expec
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +45,34 @@ def check_type(name: str, x: Any, kind: Any, expected: object, advice: str = "")
     check_that(isinstance(x, kind), name, expected, found, TypeError)
 
 
+def check_kind(name: str, x: Any, kind: type, example: str = "") -> None:
+    """`check_type` for a class of this package."""
+    check_type(name, x, kind, f"an occ.{kind.__name__}{example}")
+
+
+def whole(name: str, value: Any) -> int:
+    """The value as a positive int; an error names the argument if it is not a whole number."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected a whole number, got {value!r}") from None
+    check_that(number >= 1, name, "at least 1", number)
+    check_that(number < 2**63, name, "an integer below 2**63", number)
+    return number
+
+
+def integers(name: str, values: Any) -> tuple[int, ...]:
+    """The values as ints; an error names the argument if it is no sequence of integers."""
+    shown = values.tolist() if isinstance(values, Tensor) else values
+    shown = list(shown) if isinstance(shown, Iterable) else shown
+    try:
+        if not any(isinstance(value, bool) for value in shown):  # a mask is no list of states
+            return tuple(map(operator.index, shown))
+    except TypeError:
+        pass
+    raise TypeError(f"{name}: expected integers, for example range(1, 9), got {shown!r}")
+
+
 def broadcast(*shapes: torch.Size) -> torch.Size:
     """`torch.broadcast_shapes`, without its tens of microseconds if shapes are equal or ones."""
     distinct = {shape for shape in shapes if shape}
@@ -73,11 +102,12 @@ def as_tensor(x: Any) -> Any:
     return torch.tensor(x) if isinstance(x, np.ndarray) and x.ndim else x
 
 
-def check_table(name: str, x: Tensor, mdp: LayeredMDP) -> None:
-    """Check that x is a tensor `(*batch, S, A)`; otherwise raise a TypeError or a ValueError."""
+def check_table(name: str, x: Tensor, mdp: LayeredMDP) -> Tensor:
+    """Return a tensor `(*batch, S, A)` in the MDP's number type, or raise an error."""
     shape = f"shape (*batch, {mdp.num_states}, {mdp.num_actions})"
     check_type(name, x, Tensor, f"a tensor of {shape}")
     check_that(x.shape[-2:] == mdp.actions.shape, name, shape, tuple(x.shape))
+    return x if x.dtype is mdp.dtype else x.to(mdp.dtype)
 
 
 def check_shapes(

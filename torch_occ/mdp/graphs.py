@@ -76,8 +76,9 @@ class GraphMDP(LayeredMDP):
 
     def _of_pairs(self, name: str, x: Tensor) -> Tensor:
         """Give each pair the number of its edge, and zero if it has none."""
-        x = as_tensor(x)
-        expected = f"shape (*batch, {len(self.edges)}), one number per edge"
+        x, expected = as_tensor(x), f"shape (*batch, {len(self.edges)}), one number per edge"
+        fine = isinstance(x, Tensor)
+        check_that(fine, name, f"a tensor of {expected}", type(x).__name__, TypeError)
         check_that(x.shape[-1:] == (len(self.edges),), name, expected, tuple(x.shape))
         padded = torch.nn.functional.pad(x.to(self.dtype), (0, 1))
         return padded.index_select(-1, self._owner).unflatten(-1, self.actions.shape)
@@ -88,8 +89,7 @@ class GraphMDP(LayeredMDP):
         An edge that lies on no path from the source to the target has the flow zero. With a
         horizon, all steps of the walks count.
         """
-        check_table("q", q, self)
-        flat = q.flatten(-2)
+        flat = check_table("q", as_tensor(q), self).flatten(-2)
         found = flat.new_zeros(*flat.shape[:-1], len(self.edges) + 1)
         found = found.scatter_add(-1, self._owner.expand_as(flat), flat)
         return found.narrow(-1, 0, len(self.edges))

@@ -119,7 +119,7 @@ def from_arrays(
     columns = [torch.from_numpy(np.concatenate(part)) for part in zip(*entries, strict=True)]
     state, action, after = (column.long() for column in columns[:3])
     everything = torch.ones(num_states, len(pieces), dtype=torch.bool)
-    alive = finish(Outcomes(state, action, after, columns[3], everything), tuple(terminal))
+    alive = finish(Outcomes(state, action, after, columns[3], everything), terminal)
     return build(alive, columns[4][alive.actions[state, action]], horizon, initial)
 
 
@@ -155,7 +155,8 @@ def _rewards(reward: Any, shape: tuple[int, int], action_axis: int) -> list[Any]
     num_states, num_actions = shape
     square = (num_states, num_states)
     objects = isinstance(reward, np.ndarray) and reward.dtype == object
-    if objects or any(hasattr(piece, "tocsr") for piece in reward):
+    pieces = reward if objects or isinstance(reward, Sequence) else ()
+    if objects or any(hasattr(piece, "tocsr") for piece in pieces):
         matrices = _matrices(reward)
         if [each.shape for each in matrices] != [square] * num_actions:
             raise ValueError(

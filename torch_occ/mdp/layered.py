@@ -139,6 +139,7 @@ class LayeredMDP:
         for name, number in sizes.items():
             check_type(name, number, SupportsIndex, "a whole number")
             check_that(number >= 1 or name == "seed", name, "at least 1", number)
+        check_that(-(2**63) <= seed < 2**64, "seed", "an integer below 2**64", seed)
         check_that(concentration > 0, "concentration", "a positive number", concentration)
         generator = torch.Generator().manual_seed(operator.index(seed))
         shapes = [(n, num_actions, m) for n, m in pairwise([1, *[width] * (horizon - 1), 1])]
@@ -171,7 +172,7 @@ class LayeredMDP:
         """
         transition = as_tensor(transition)
         sparse = not isinstance(transition, Tensor) or transition.layout != torch.strided
-        outcomes = finish(outcomes_of(transition), tuple(terminal), as_tensor(actions))
+        outcomes = finish(outcomes_of(transition), terminal, as_tensor(actions))
         return cls(**unroll(outcomes, horizon, initial, sparse=sparse))
 
     @classmethod
@@ -426,7 +427,9 @@ class LayeredMDP:
         self, transitions: Sequence[Tensor], initial: Tensor | None = None
     ) -> LayeredMDP:
         """The same layout with other probabilities, not validated, for `torch.func` transforms."""
-        layers = tuple(layer_of(p, self.num_actions) for p in transitions)
+        layers = tuple(layer_of(as_tensor(p), self.num_actions) for p in transitions)
+        found, sizes = ([layer.sizes for layer in x] for x in (layers, self.layers))
+        check_that(found == sizes, "transitions", f"layers of the shapes {sizes}", found)
         return self._with(layers, self.initial if initial is None else initial)
 
     def with_probabilities(self, initial: Tensor, *probabilities: Tensor) -> LayeredMDP:

@@ -192,7 +192,7 @@ class SparseLayer:
         of = self.pattern
         index = torch.stack([of.pair, of.next]).long()
         return torch.sparse_coo_tensor(
-            index, self.probabilities, of.shape, is_coalesced=True, check_invariants=False
+            index, self.probabilities.clone(), of.shape, is_coalesced=True, check_invariants=False
         )
 
     @property

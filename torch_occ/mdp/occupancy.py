@@ -155,8 +155,7 @@ def occupancy(mdp: LayeredMDP, policy: Tensor, *, in_order: bool = False) -> Ten
     Raises:
         ValueError: if its shape is wrong, or the numbers of a state are no distribution.
     """
-    policy = as_tensor(policy)
-    check_table("policy", policy, mdp)
+    policy = check_table("policy", as_tensor(policy), mdp)
     if not values_are_hidden():
         plain, tolerance = policy.detach(), math.sqrt(row_tolerance(policy.dtype))
         plain = torch.where(mdp.actions, plain, -plain.abs())  # masked actions have probability 0
@@ -171,6 +170,7 @@ def occupancy(mdp: LayeredMDP, policy: Tensor, *, in_order: bool = False) -> Ten
 
 def policy_of(mdp: LayeredMDP, q: Tensor) -> Tensor:
     """The policy pi(a | s) = q(s, a) / q(s), `(*batch, S, A)`; uniform where q(s) = 0."""
+    q = check_table("q", as_tensor(q), mdp)
     state = q.sum(-1, keepdim=True)
     return torch.where(state > 0, q / torch.where(state > 0, state, 1.0), uniform_policy(mdp))
 
@@ -248,8 +248,7 @@ def optimal_policy(mdp: LayeredMDP, loss: Tensor, *, in_order: bool = False) -> 
         in_order: take sums in the order of their entries, so that the bits are the same in every
             batch. It is slower.
     """
-    loss = as_tensor(loss)
-    check_table("loss", loss, mdp)
+    loss = check_table("loss", as_tensor(loss), mdp)
     losses, masks = mdp.split(loss, -2), mdp.split(mdp.actions, -2)
     values: list[Tensor] = []
     Qs: list[Tensor] = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torch_occ.mdp.checks import Table, check_rows, check_that
+from torch_occ.mdp.checks import Table, check_rows, check_that, integers, whole
 
 #: Instead of a state: the episode is over. It is the `origin` of the absorbing end, and the next
 #: state of an outcome that ends the episode.
@@ -57,14 +57,12 @@ class Outcomes:
         return Outcomes(state, action, after, self.probability[keep], self.actions)
 
 
-def finish(
-    outcomes: Outcomes, terminal: tuple[int, ...], actions: Tensor | None = None
-) -> Outcomes:
+def finish(outcomes: Outcomes, terminal: Any, actions: Tensor | None = None) -> Outcomes:
     """Check outcomes, without pairs outside `actions`; terminal states end the episode."""
     shape, device = tuple(outcomes.actions.shape), outcomes.actions.device
-    for state in terminal:
-        if not 0 <= state < shape[0]:
-            raise ValueError(f"terminal: state {state} is not one of the {shape[0]} states")
+    terminal = integers("terminal", terminal)
+    if strange := {*terminal} - {*range(shape[0])}:
+        raise ValueError(f"terminal: state {min(strange)} is not one of the {shape[0]} states")
     actions = outcomes.actions if actions is None else actions
     given = f"{actions.dtype} {tuple(actions.shape)}"
     fine = given == f"{torch.bool} {shape}"
@@ -119,9 +117,7 @@ def unroll(
     outcomes: Outcomes, horizon: int, initial: Table | int, *, sparse: bool | None = None
 ) -> dict[str, Any]:
     """The arguments of `LayeredMDP` for `horizon` steps; None lets the size decide on `sparse`."""
-    whole = isinstance(horizon, Integral)
-    check_that(whole, "horizon", "a whole number", repr(horizon), TypeError)
-    check_that(horizon >= 1, "horizon", "at least 1", horizon)
+    horizon = whole("horizon", horizon)
     num_states, num_actions = outcomes.actions.shape
     dtype, device = outcomes.probability.dtype, outcomes.probability.device
     if isinstance(initial, Integral):

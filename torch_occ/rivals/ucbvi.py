@@ -43,8 +43,7 @@ from torch_occ.engine.lanes import Shared, anywhere, lane, power, sqrt, where
 from torch_occ.engine.layout import PAIR, Floats, Ints, Model, Work, routine
 from torch_occ.engine.learners import average, cheapest_pair
 from torch_occ.engine.play import Game, PerPair, PerState, Tally, observe, propose
-from torch_occ.game.simulate import whole
-from torch_occ.mdp.checks import check_that
+from torch_occ.mdp.checks import check_that, whole
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.rivals.beliefs import PlanningLearner, count_steps, observe_transitions
 

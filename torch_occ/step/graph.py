@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -10,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from torch_occ._support.fingerprints import fingerprints
+from torch_occ._support.fingerprints import UnhashableError, fingerprints
 from torch_occ._support.private import (
     constant_in_graphs,
     outside_graphs,
@@ -85,21 +86,22 @@ _numbers = itertools.count()
 
 
 def enroll(step: FTRLStep) -> str:
-    """Enter a step into the table, and return its name there: a number, and what it solves."""
-    name = f"step {next(_numbers)} {_signature(step)}"
+    """Enter a step into the table, and return its name there: a number, and what it solves.
+
+    That is a hash of all that the result depends on, apart from the operator's tensors.
+    """
+    composition, modules = step.evaluator.composition, vars(torch.nn.Module()).keys()
+    rows = (composition.terms, [row for _, row in composition.others], step.evaluator.names)
+    parts = [part for other, _ in composition.others for part in other.modules()]
+    own = [[{k: vars(x)[k] for k in vars(x).keys() - modules}, [*x.buffers(False)]] for x in parts]
+    solved = [step.mdp, repr(rows), repr(step.options), [*map(type, parts)], own]
+    try:
+        signature = fingerprints(step=solved)["step"]
+    except (RuntimeError, UnhashableError):  # tensors of torch.func; attributes such as a lock
+        signature = uuid.uuid4().hex  # equal to no other
+    name = f"step {next(_numbers)} {signature}"
     _steps[name] = step
     return name
-
-
-def _signature(step: FTRLStep) -> str:
-    """Return a hash of all that the result depends on, apart from the operator's tensors."""
-    composition = step.evaluator.composition
-    users = [f"{type(part).__module__}.{type(part).__qualname__}" for part, _ in composition.others]
-    rows = (composition.terms, [row for _, row in composition.others], users, step.evaluator.names)
-    try:
-        return fingerprints(step=[step.mdp, repr(rows), repr(step.options)])["step"]
-    except RuntimeError:  # made inside a transform of torch.func, whose tensors cannot be read
-        return "inside a transform"
 
 
 class Facts(NamedTuple):

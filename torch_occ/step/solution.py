@@ -16,9 +16,11 @@ from torch_occ.mdp.checks import (
     as_tensor,
     broadcast,
     check_dtype,
+    check_kind,
     check_table,
     check_that,
     unexpected,
+    whole,
 )
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import optimal_policy
@@ -79,7 +81,7 @@ class Options:
     def __post_init__(self) -> None:
         fine = self.tolerance is None or (isinstance(self.tolerance, Real) and self.tolerance > 0)
         check_that(fine, "tolerance", "a positive number", repr(self.tolerance))
-        check_that(self.max_steps >= 1, "max_steps", "at least 1", self.max_steps)
+        whole("max_steps", self.max_steps)
 
     def tolerance_in(self, dtype: torch.dtype) -> float:
         """Return the tolerance, or its default for this number type."""
@@ -400,6 +402,7 @@ def check_probabilities(mdp: LayeredMDP) -> None:
 
 def check_layout(mdp: LayeredMDP, own: LayeredMDP) -> LayeredMDP:
     """Check that an MDP has the layout of the step's own one, and return it."""
+    check_kind("mdp", mdp, LayeredMDP)
     if mdp.layer_sizes != own.layer_sizes or not torch.equal(mdp.actions, own.actions):
         advice = "make it with mdp.with_transitions, or make another FTRLStep"
         raise unexpected("mdp", f"the layout of {own}", f"{mdp}; {advice}")

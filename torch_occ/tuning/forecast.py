@@ -26,7 +26,7 @@ from torch_occ.game.losses import (
     mean_square,
     size_of_change,
 )
-from torch_occ.mdp.checks import check_that
+from torch_occ.mdp.checks import check_table, check_that
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import optimal_policy, policy_of, reachability
 from torch_occ.regularizers.base import Regularizer
@@ -142,11 +142,12 @@ class Phases(NamedTuple):
 
 def phases_of(mdp: LayeredMDP, losses: Tensor | LossProcess, episodes: int) -> Phases:
     """The phases of the first episodes; means `(*batch, S, A)` stand for Bernoulli losses."""
-    check_that(1 <= episodes <= 10**12, "episodes", "a number from 1 to 1e12", episodes)
+    fine = isinstance(episodes, int | float) and 1 <= episodes <= 10**12
+    check_that(fine, "episodes", "a number from 1 to 1e12", episodes)
     episodes = int(episodes)
     if isinstance(losses, Tensor):
         check_unit_interval("losses", losses)
-        return Phases([0], losses[None], "bernoulli")
+        return Phases([0], check_table("losses", losses, mdp)[None], "bernoulli")
     if isinstance(losses, Stationary):
         return Phases([0], losses.mean[None], losses.noise)
     if isinstance(losses, Corrupted) and isinstance(losses.base, Stationary):

@@ -25,8 +25,7 @@ from torch_occ._support.constants import log_spaced
 from torch_occ.game.estimators import Estimator, centred
 from torch_occ.game.history import comparator
 from torch_occ.game.losses import LossProcess, Noise
-from torch_occ.game.simulate import whole
-from torch_occ.mdp.checks import check_that
+from torch_occ.mdp.checks import check_that, whole
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import interior_point, optimal_policy
 from torch_occ.regularizers.base import Regularizer
