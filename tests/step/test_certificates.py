@@ -93,16 +93,22 @@ def test_what_all_pairs_of_a_layer_pay_does_not_matter(sparse):
 
 
 def test_rounding_that_nobody_can_undo_is_no_success():
-    """Two actions have the same value, 0.75e20, up to a rounding error that decides the solution.
-
-    LogBarrier(1e-12) is weak enough for that.
-    """
-    table = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]], dtype=torch.float64)
-    mdp = occ.LayeredMDP([table, torch.ones(2, 2, 1, dtype=torch.float64)])
-    loss = torch.tensor([[0.0, 0.25e20], [0.0, 0.0], [1e20, 1e20]], dtype=torch.float64)
+    """Two actions have the same value, 0.3e96, up to a rounding error that decides the solution."""
+    table = torch.tensor([[[0.3, 0.7, 1e-40], [0.3, 0.7, 2e-40]]], dtype=torch.float64)
+    mdp = occ.LayeredMDP([table, torch.ones(3, 2, 1, dtype=torch.float64)])
+    loss = torch.tensor([0.0, 1e96, 0.0, 1e96], dtype=torch.float64)[:, None].repeat(1, 2)
     solution = occ.FTRLStep(mdp, occ.LogBarrier(1e-12)).solve(loss, check=False)
     assert solution.status == Status.STALLED
     assert solution.dual_residual > 1
+
+
+def test_sums_that_lose_no_digit_are_certified():
+    """Two actions have exactly the same value, 0.75e20: only the log-barrier decides."""
+    table = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]], dtype=torch.float64)
+    mdp = occ.LayeredMDP([table, torch.ones(2, 2, 1, dtype=torch.float64)])
+    loss = torch.tensor([[0.0, 0.25e20], [0.0, 0.0], [1e20, 1e20]], dtype=torch.float64)
+    q = occ.FTRLStep(mdp, occ.LogBarrier(1e-12), backend="engine")(loss)
+    torch.testing.assert_close(q, occ.FTRLStep(mdp, occ.LogBarrier(1.0))(0 * loss))
 
 
 @pytest.mark.parametrize("seed", [5, 9, 14])

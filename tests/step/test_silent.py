@@ -154,6 +154,36 @@ def test_values_that_rounding_makes_equal_are_not(backend):
     assert not bool(found.converged) or torch.allclose(found.q[0], right)
 
 
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+@pytest.mark.parametrize("ahead", [(9.5e95, 9.5e95, 0.0), (9.5e95, 0.0, 9.5e95)])
+@pytest.mark.parametrize("regularizer", ["Shannon", "ConditionalEntropy", "LogBarrier"])
+def test_tiny_probabilities_decide_beside_huge_losses(backend, ahead, regularizer):
+    """Rows of P that differ in one tiny probability, which is worth more than 1e55 here."""
+    rows, end = [[[0.3, 0.7, 1e-40], [0.3, 0.7, 3e-40]]], torch.ones(3, 2, 1, dtype=F64)
+    mdp = occ.LayeredMDP([torch.tensor(rows, dtype=F64), end])
+    loss = torch.tensor([0.0, *ahead], dtype=F64)[:, None].expand(4, 2).contiguous()
+    step = occ.FTRLStep(mdp, getattr(occ, regularizer)(), backend=backend)
+    with torch.no_grad():
+        solution = step.solve(loss, check=False)
+    # The last state is worse than the others on average only where these cost something.
+    best = 1 if ahead[2] == 0.0 else 0
+    assert not bool(solution.converged) or float(solution.q[0, best]) > 0.99
+
+
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+@pytest.mark.parametrize("scale", [1e7, 3.6e9])
+def test_multipliers_keep_the_digits_that_small_weights_read(backend, scale):
+    """Weights of 1e-17 and 1e-11 beside values of 1e10: single states in a row, nothing hard."""
+    mdp = occ.LayeredMDP.random(5, 1, 4, seed=0)
+    random = torch.Generator().manual_seed(1)
+    loss = scale * torch.rand(20, 5, 4, dtype=F64, generator=random)
+    weights = torch.tensor([1e-17, 1e-11], dtype=F64)
+    psi = occ.LogBarrier(occ.PerPair(mdp, weights[torch.randint(2, loss.shape, generator=random)]))
+    with torch.no_grad():
+        solution = occ.FTRLStep(mdp, psi, backend=backend).solve(loss, check=False)
+    assert bool(solution.converged.all())
+
+
 def test_a_gap_that_bounds_nothing_is_nan():
     certificate = torch.tensor([[Status.CONVERGED, 1, 0, 0, 0], [Status.MAX_STEPS, 1, 0, 0, 0]])
     two = torch.ones(2, 1, dtype=F64)

@@ -66,7 +66,8 @@ LIFT = 12  # a constant of the layer that is left out of the gradient, at its fi
 CURVES = 13  # 1 where psi is convex, 0 where it is convex only at constant q(s), -1 elsewhere
 FITTED = 14  # the multipliers of the last Newton step
 SHARE = 15  # 1 / TOTAL
-STATE_ROWS = 16
+LOW = 16  # what rounding took from PLAN
+STATE_ROWS = 17
 
 
 # Entries of `work.notes`.

@@ -29,10 +29,9 @@ from torch_occ.engine.layout import (
 from torch_occ.engine.psi import bend_at_one, number_of, varies
 
 EPS = float(np.finfo(np.float64).eps)
-FINE = 4.0 * EPS * EPS  # the rounding error of `shape_finely`, relative to the values
 
 # Rows of the states that are free while the loss is shaped.
-LOW, BASE = at.PULL, at.OTHERS
+BASE, LOST = at.OTHERS, at.V  # LOST: the rounding error of PLAN + LOW
 
 
 @routine(inline=True)
@@ -50,7 +49,7 @@ def shape_loss(model: Model, loss: Floats, work: Work) -> Any:
                     total = loss[i] + ahead(model.next_state, i, states, at.PLAN, behind, after)
                     pairs[at.GAPS, i] = total
                     best = min(best, total)
-            states[at.PLAN, s] = best
+            states[at.PLAN, s], states[at.LOW, s] = best, 0.0
             largest = max(largest, abs(best))
             states[at.V, s] = 0.0  # the start of an iterative solver
             for i in span(s * num_actions, (s + 1) * num_actions):
@@ -88,21 +87,23 @@ def least_of_each(model: Model, terms: Terms, weights: Floats) -> Any:
 def shape_finely(model: Model, loss: Floats, work: Work) -> None:
     """`shape_loss` with compensated sums.
 
-    ROUNDING receives an estimate of the remaining rounding errors of the gaps. LIFT receives the
-    constant of every layer, at its first state.
+    ROUNDING receives the remaining rounding errors of the gaps: what sums of low parts lose, added
+    up. Values ahead are read relative to that of the likeliest successor of the best action, which
+    cancels in the gaps. LIFT receives the constant of every layer, at its first state.
     """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     exists = model.exists
     for k in range(len(start) - 2, -1, -1):
         here, behind = start[k], start[k + 1]
         after = start[k + 2] - behind if k + 2 < len(start) else 0
-        for j in range(after):
-            states[at.V, behind + j] = np.sqrt(1.0 + j)  # to tell rows of P apart
         lowest, highest = np.inf, -np.inf
         for s in range(here, behind):
-            first, base = s * num_actions, np.inf
+            first, base, least, ref = s * num_actions, np.inf, np.inf, -1
             for i in range(first, first + num_actions):
                 base = min(base, loss[i]) if exists[at.PAIR, i] else base
+                total = loss[i] + ahead(model.next_state, i, states, at.PLAN, behind, after)
+                if exists[at.PAIR, i] and model.conserved and total < least:
+                    least, ref = total, likeliest(model.next_state, i, behind, after)
             states[BASE, s] = base
             lowest, highest = min(lowest, base), max(highest, base)
             best = -1
@@ -110,34 +111,28 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
                 pairs[at.GAPS, i], pairs[at.TRIAL, i], pairs[at.ROUNDING, i] = 0.0, 0.0, 0.0
                 if exists[at.PAIR, i]:
                     high, low = two_sum(loss[i], -base)
-                    expected, rest, off, size = expect(model.next_state, i, states, behind, after)
-                    rest -= (expected + rest) * off if model.conserved else 0.0
+                    expected, rest, error = expect(model, i, states, behind, after, ref)
                     high, lost = two_sum(high, expected)
-                    pairs[at.GAPS, i], pairs[at.TRIAL, i] = two_sum(high, low + lost + rest)
-                    pairs[at.RESPONSE, i], pairs[at.DQ, i] = expected, rest
-                    pairs[at.ROUNDING, i] = size
-                    pairs[at.FORCE, i] = ahead(model.next_state, i, states, at.V, behind, after)
+                    low, error = gather(low, lost, error)
+                    low, pairs[at.ROUNDING, i] = gather(low, rest, error)
+                    pairs[at.GAPS, i], pairs[at.TRIAL, i] = two_sum(high, low)
                     order = before(pairs, i, best) if best >= 0 else -1.0
                     # Beside huge values, totals may be equal although the losses differ.
                     if order < 0.0 or (order == 0.0 and loss[i] < loss[best]):
                         best = i
-            high, low, size = pairs[at.GAPS, best], pairs[at.TRIAL, best], pairs[at.ROUNDING, best]
-            expected, rest = pairs[at.RESPONSE, best], pairs[at.DQ, best]
+            high, low, error = pairs[at.GAPS, best], pairs[at.TRIAL, best], pairs[at.ROUNDING, best]
             for i in range(first, first + num_actions):
                 if exists[at.PAIR, i]:
-                    # Where the expected values are equal, so are their rounding errors.
-                    apart = pairs[at.RESPONSE, i] != expected or pairs[at.DQ, i] != rest
                     gap = (pairs[at.GAPS, i] - high) + (pairs[at.TRIAL, i] - low)
-                    pairs[at.GAPS, i] = gap if apart else max(loss[i] - loss[best], 0.0)
-                    # Where rows of P differ, they may have lost what sets them apart.
-                    unlike = pairs[at.FORCE, i] != pairs[at.FORCE, best]
-                    hidden = EPS * (abs(pairs[at.DQ, i]) + abs(rest)) if unlike else 0.0
-                    rounding = FINE * (pairs[at.ROUNDING, i] + size)
-                    pairs[at.ROUNDING, i] = rounding if apart else hidden
-            states[at.PLAN, s], states[LOW, s] = high, low
-            states[at.V, s] = 0.0  # the start of an iterative solver
-        for j in range(after):
-            states[at.V, behind + j] = 0.0
+                    # Where rows of P are equal, so are expected values and their rounding errors.
+                    alike = are_equal(model.next_state, i, best, after)
+                    pairs[at.GAPS, i] = max(loss[i] - loss[best], 0.0) if alike else gap
+                    pairs[at.ROUNDING, i] = 0.0 if alike else pairs[at.ROUNDING, i] + error
+            if ref >= 0:
+                high, lost = two_sum(high, states[at.PLAN, ref])
+                low, error = gather(low, lost, error + states[LOST, ref])
+                low, error = gather(low, states[at.LOW, ref], error)
+            states[at.PLAN, s], states[at.LOW, s], states[LOST, s] = high, low, error
         # The number closest to zero between the lowest and the highest base. Subtracting it makes
         # no base larger in absolute value.
         constant = max(lowest, 0.0) + min(highest, 0.0) if model.conserved else 0.0
@@ -145,12 +140,15 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
         for s in range(here, behind):
             high, low = two_sum(states[BASE, s], -constant)
             high, lost = two_sum(high, states[at.PLAN, s])
-            states[at.PLAN, s], states[LOW, s] = two_sum(high, low + lost + states[LOW, s])
+            low, error = gather(low, lost, states[LOST, s])
+            low, states[LOST, s] = gather(low, states[at.LOW, s], error)
+            states[at.PLAN, s], states[at.LOW, s] = two_sum(high, low)
     total = 0.0
     for k in range(len(start) - 2, -1, -1):
         total += states[at.LIFT, start[k]]
         for s in range(start[k], start[k + 1]):
             states[at.PLAN, s] += total
+            states[at.V, s] = 0.0  # the start of an iterative solver
 
 
 @routine(inline=True)
@@ -184,21 +182,63 @@ def two_product(a: float, b: float) -> tuple[float, float]:
 
 
 @inlined
+def gather(total: float, x: float, error: float) -> tuple[float, float]:
+    """total + x, and the error with what this sum loses."""
+    total, lost = two_sum(total, x)
+    return total, error + abs(lost)
+
+
+@inlined
 def expect(
-    next_state: Any, pair: int, states: Floats, first: int, width: int
-) -> tuple[float, float, float, float]:
-    """E[PLAN + LOW | pair] as a sum of two numbers, the row sum of P minus one, and E|PLAN|."""
-    high, low, total, off, size = 0.0, 0.0, -1.0, 0.0, 0.0
-    shares, begin, count = likelihoods(next_state, pair, width)
+    model: Model, pair: int, states: Floats, first: int, width: int, ref: int
+) -> tuple[float, float, float]:
+    """E[PLAN + LOW | pair] as a sum of two numbers, and its error; relative to `ref` unless -1."""
+    high, low, error, total, off, top, tail, slack = 0.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0
+    if ref >= 0:
+        top, tail, slack = states[at.PLAN, ref], states[at.LOW, ref], states[LOST, ref]
+    shares, begin, count = likelihoods(model.next_state, pair, width)
     for j in range(count):
-        p, s = shares[begin + j], unsigned(successor(next_state, pair, j, first))
-        product, error = two_product(p, states[at.PLAN, s])
-        high, lost = two_sum(high, product)
-        low += (lost + error) + p * states[LOW, s]
+        p, s = shares[begin + j], unsigned(successor(model.next_state, pair, j, first))
         total, lost = two_sum(total, p)
         off += lost
-        size += p * abs(states[at.PLAN, s])
-    return high, low, total + off, size
+        if s != ref:
+            value, less = two_sum(states[at.PLAN, s], -top)
+            more, own = gather(states[at.LOW, s], -tail, states[LOST, s] + slack)
+            more, own = gather(more, less, own)
+            product, less = two_product(p, value)
+            small, lost = two_product(p, more)
+            error += p * own + abs(lost)
+            high, lost = two_sum(high, product)
+            for part in (less, lost, small):
+                low, error = gather(low, part, error)
+    if model.conserved:
+        off += total
+        shift = (high + low) * off
+        low, error = gather(low, -shift, error + (EPS + abs(off)) * abs(shift))
+    return high, low, error
+
+
+@inlined
+def likeliest(next_state: Any, pair: int, first: int, width: int) -> int:
+    """The likeliest successor, -1 if there is none."""
+    shares, begin, count = likelihoods(next_state, pair, width)
+    most, found = 0.0, -1
+    for j in range(count):
+        if shares[begin + j] > most:
+            most, found = shares[begin + j], successor(next_state, pair, j, first)
+    return found
+
+
+@inlined
+def are_equal(next_state: Any, pair: int, other: int, width: int) -> bool:
+    """Whether two pairs have the same row of P."""
+    shares, begin, count = likelihoods(next_state, pair, width)
+    others, start, size = likelihoods(next_state, other, width)
+    equal = count == size
+    for j in range(min(count, size)):
+        same = successor(next_state, pair, j, 0) == successor(next_state, other, j, 0)
+        equal = equal and same and shares[begin + j] == others[start + j]
+    return equal
 
 
 @routine
@@ -206,20 +246,22 @@ def recenter(model: Model, loss: Floats, work: Work) -> None:
     """Add V to PLAN, and write loss - E'PLAN into GAPS; the form of `recenter` in torch."""
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     for s in range(states.shape[1]):
-        states[at.PLAN, s] += states[at.V, s]
-        states[at.V, s], states[LOW, s] = 0.0, 0.0
+        value, low = states[at.PLAN, s], states[at.LOW, s] + states[at.V, s]
+        states[at.PLAN, s], states[at.LOW, s] = two_sum(value, low)
+        states[at.V, s] = 0.0
     for k in range(len(start) - 1):
         behind = start[k + 1]
         after = start[k + 2] - behind if k + 2 < len(start) else 0
         for i in range(start[k] * num_actions, behind * num_actions):
             if model.exists[at.PAIR, i]:
-                value = states[at.PLAN, i // num_actions]
-                expected, rest, off, size = expect(model.next_state, i, states, behind, after)
-                rest -= (expected + rest) * off if model.conserved else 0.0
+                value, tail = states[at.PLAN, i // num_actions], states[at.LOW, i // num_actions]
+                expected, rest, error = expect(model, i, states, behind, after, -1)
                 high, low = two_sum(loss[i], -value)
+                low, error = gather(low, -tail, error)
                 high, lost = two_sum(high, expected)
-                pairs[at.GAPS, i] = high + (low + lost + rest)
-                pairs[at.ROUNDING, i] = FINE * (size + abs(value))
+                low, error = gather(low, lost, error)
+                low, pairs[at.ROUNDING, i] = gather(low, rest, error)
+                pairs[at.GAPS, i] = high + low
 
 
 # -- The certificate of a step, compiled: residuals that measure how far q is from the solution ----

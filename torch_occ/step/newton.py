@@ -24,7 +24,7 @@ on: what is left of them is small, and has all digits that count.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -53,6 +53,7 @@ class Shaped(NamedTuple):
 
     gaps: Tensor  # (*batch, S, A), zero on masked pairs
     value: Tensor  # (*batch, S)
+    low: Tensor  # (*batch, S), what rounding took from the value
     rounding: Tensor  # (*batch, S, A) or (*batch, S, 1), estimated rounding errors of the gaps
     constants: Tensor | None  # (*batch, L), the common parts of the layers, if taken out
 
@@ -61,7 +62,8 @@ def shape_loss(mdp: LayeredMDP, loss: Tensor) -> Shaped:
     """Compute the gaps of the optimal policy, by backward induction."""
     plan = optimal_policy(mdp, loss)
     rounding = torch.finfo(loss.dtype).eps * plan.value.abs()
-    return Shaped(plan.gaps, plan.value, rounding.unsqueeze(-1), None)
+    low = torch.zeros_like(plan.value)
+    return Shaped(plan.gaps, plan.value, low, rounding.unsqueeze(-1), None)
 
 
 def shape_finely(mdp: LayeredMDP, loss: Tensor) -> Shaped:
@@ -79,7 +81,7 @@ def shape_finely(mdp: LayeredMDP, loss: Tensor) -> Shaped:
         high, low = two_sum(torch.where(exists, own, 0.0), -base.unsqueeze(-1))
         ahead = rest = torch.zeros_like(high)
         if values:
-            ahead, rest, size = _expect(mdp.layers[k], *values[0], conserved)
+            ahead, rest, size, small = _expect(mdp.layers[k], *values[0], conserved)
             high, lost = two_sum(high, ahead)
             low = low + lost + rest
         high, low = two_sum(high, low)
@@ -96,11 +98,15 @@ def shape_finely(mdp: LayeredMDP, loss: Tensor) -> Shaped:
             apart = (ahead != ahead.gather(-1, first)) | (rest != rest.gather(-1, first))
             apart = apart & exists
             size = (size + size.gather(-1, first.expand(*size.shape[:-1], 1))) * apart
-            # Where rows of P differ, equal expectations may have lost what sets them apart.
+            # Where rows of P differ, equal expectations may have lost what sets them apart. A sum
+            # tells rows apart by large probabilities, and one of logarithms by tiny ones.
             probe = torch.arange(1.0, values[0][0].shape[-1] + 1, dtype=loss.dtype).sqrt()
-            seen = mdp.layers[k].ahead(probe.to(loss.device)).detach().expand_as(ahead)
-            unlike = (seen != seen.gather(-1, first)) & exists
-            lost = eps * (rest.abs() + rest.gather(-1, first).abs()) * unlike
+            P, unlike = mdp.layers[k].probabilities.detach(), torch.zeros_like(apart)
+            for row in (P, P.clamp(min=torch.finfo(P.dtype).tiny).log()):
+                seen = mdp.layers[k].with_probabilities(row).ahead(probe.to(loss.device))
+                seen = seen.expand_as(ahead)
+                unlike = unlike | ((seen != seen.gather(-1, first)) & exists)
+            lost = eps * (small + small.gather(-1, first)) * unlike
             rounding[0] = (fineness(eps) * size + lost).detach()
             gap = torch.where(apart, gap, own - own.gather(-1, first))
         gaps.insert(0, torch.where(exists, gap, 0.0).clamp(min=0))
@@ -115,33 +121,34 @@ def shape_finely(mdp: LayeredMDP, loss: Tensor) -> Shaped:
     return Shaped(
         join(gaps, 2),
         join([high for high, _ in values], 1),
+        join([low for _, low in values], 1),
         join(rounding, 2),
         torch.stack([constant.expand(batch) for constant in constants], -1) if conserved else None,
     )
 
 
-def recenter(mdp: LayeredMDP, loss: Tensor, value: Tensor) -> Shaped:
-    """Return loss - E'v for multipliers v `(*batch, S)`, almost without rounding errors.
+def recenter(mdp: LayeredMDP, loss: Tensor, value: Tensor, tail: Tensor) -> Shaped:
+    """Return loss - E'v for v = value + tail `(*batch, S)`, almost without rounding errors.
 
     They replace the gaps of the optimal policy where these are large beside what decides.
     """
     conserved, fine = conserves_mass(mdp), fineness(torch.finfo(loss.dtype).eps)
     gaps: list[Tensor] = []
     rounding: list[Tensor] = []
-    after: Tensor | None = None
+    after: tuple[Tensor, Tensor] | None = None
     for k in reversed(range(mdp.horizon)):
         here = mdp.layer_slices[k]
-        exists, own = mdp.actions[here], value[..., here]
+        exists, own, less = mdp.actions[here], value[..., here], tail[..., here]
         high, low = two_sum(torch.where(exists, loss[..., here, :], 0.0), -own.unsqueeze(-1))
-        size = own.abs().unsqueeze(-1)
+        low, size = low - less.unsqueeze(-1), own.abs().unsqueeze(-1)
         if after is not None:
-            ahead, rest, more = _expect(mdp.layers[k], after, torch.zeros_like(after), conserved)
+            ahead, rest, more, _ = _expect(mdp.layers[k], *after, conserved)
             high, lost = two_sum(high, ahead)
             low, size = low + lost + rest, size + more
         gaps.insert(0, torch.where(exists, high + low, 0.0))
         rounding.insert(0, (fine * size).expand_as(high).detach())
-        after = own
-    return Shaped(join(gaps, 2), value, join(rounding, 2), None)
+        after = own, less
+    return Shaped(join(gaps, 2), value, tail, join(rounding, 2), None)
 
 
 def fineness(eps: float) -> float:
@@ -166,11 +173,12 @@ def _digits(eps: float) -> tuple[int, int]:
 
 def _expect(
     layer: DenseLayer | SparseLayer, high: Tensor, low: Tensor, normalized: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return E[v(s') | s, a] for v = high + low `(*batch, S')`, as two parts `(*batch, S, A)`.
 
-    The third number times `fineness(eps)` estimates their rounding errors. v is cut twice, because
-    the leading part is zero where v is small beside the largest value.
+    The third number times `fineness(eps)` estimates their rounding errors; the fourth is the size
+    of all that was added to the second part. v is cut twice, because the leading part is zero where
+    v is small beside the largest value.
     """
     P, (of_rows, of_values) = layer.probabilities.detach(), _digits(torch.finfo(high.dtype).eps)
     leading = _cut(P, 2.0 ** -torch.tensor(of_rows, dtype=P.dtype))
@@ -180,14 +188,18 @@ def _expect(
     finer = _cut_values(high - coarse, of_values)
     left = ((high - coarse) - finer) + low
     ahead, rest = rows[0].ahead(coarse), layer.ahead(left) + rows[2].ahead(coarse + finer)
+    tiny = layer.with_probabilities(rows[2].probabilities.abs())
+    small = layer.ahead(left.abs()) + tiny.ahead(coarse.abs() + finer.abs())
     for part in (rows[0].ahead(finer), rows[1].ahead(coarse), rows[1].ahead(finer)):
         ahead, lost = two_sum(ahead, part)
-        rest = rest + lost
+        rest, small = rest + lost, small + lost.abs()
     if normalized:
         ones = torch.ones_like(high)
         off = (rows[0].ahead(ones) - 1) + rows[1].ahead(ones)
-        rest = rest - (ahead + rest) * (off + rows[2].ahead(ones))
-    return ahead, rest, layer.ahead(coarse.abs() + finer.abs() + 4.0**of_values * left.abs())
+        shift = (ahead + rest) * (off + rows[2].ahead(ones))
+        rest, small = rest - shift, small + shift.abs()
+    size = layer.ahead(coarse.abs() + finer.abs() + 4.0**of_values * left.abs())
+    return ahead, rest, size, small
 
 
 def _cut(x: Tensor, grid: Tensor) -> Tensor:
@@ -291,12 +303,12 @@ def newton(
             continue
         # Sums of losses along an episode have too few digits for the certificate. Compute them
         # again without rounding errors, and then relative to the multipliers found.
-        shaped = recenter(flow.mdp, loss, base) if count else shape_finely(flow.mdp, loss)
+        shaped = recenter(flow.mdp, loss, *base) if count else shape_finely(flow.mdp, loss)
         found, _, more = _descend(flow, derive, shaped, solution.q, finer)
         found.certificate[..., 1] += solution.certificate[..., 1]  # steps
         better = found.dual_residual < solution.dual_residual
         better = again & (better | paused) if count else again
-        solution, (base,) = solution.merge(found, better), merge(better, [more], [base])
+        solution, base = solution.merge(found, better), merge(again, more, base)
     return solution
 
 
@@ -306,10 +318,10 @@ def _descend(
     shaped: Shaped,
     start: Tensor,
     options: Options,
-) -> tuple[Solution, Tensor, Tensor]:
+) -> tuple[Solution, Tensor, Sequence[Tensor]]:
     """Minimize for a shaped loss; also return the error of q from rounding there, `(*batch,)`.
 
-    The third result is v without what belongs to slopes in 1 - q, `(*batch, S)`.
+    The third result is v without what belongs to slopes in 1 - q, `(*batch, S)`, as two parts.
     """
     mdp, dtype, tolerance = flow.mdp, shaped.gaps.dtype, options.tolerance_in(shaped.gaps.dtype)
     eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).tiny / torch.finfo(dtype).eps
@@ -410,8 +422,8 @@ def _descend(
     decrement = decrement.clamp(min=0).sqrt()
     numbers = (status.to(q), steps.to(q), decrement, flow_error, dual_residual)
     certificate = torch.stack(numbers, -1)
-    base = value + shaped.value + potential(mdp, shaped.constants)
-    return Solution(q, base + potential(mdp, left_out), certificate), rounding, base
+    base = two_sum(shaped.value + potential(mdp, shaped.constants), value + shaped.low)
+    return Solution(q, base[0] + potential(mdp, left_out), certificate), rounding, base
 
 
 #: Rounding errors of the shaping below this fraction of the tolerance are ignored. Above it, the
