@@ -24,11 +24,19 @@ from torch_occ.regularizers.base import total
 from torch_occ.regularizers.terms import keep
 from torch_occ.step.entropic import entropy_of
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.step.graph import as_operator, empty_solution, facts_of, promote, step_of
+from torch_occ.step.graph import (
+    as_operator,
+    autocasts,
+    empty_solution,
+    facts_of,
+    promote,
+    step_of,
+)
 from torch_occ.step.implicit import Known
 from torch_occ.step.solution import (
     Budgets,
     Solution,
+    check_batches,
     check_like,
     element_of,
     place_of,
@@ -257,7 +265,8 @@ def fenchel_young_loss(
             if solution is None:
                 others = (warm_start, own if moved else mdp, True, step.constraints)
                 solution = step.solve_at(parameters, loss, t, *others)
-            q = solution.q
+            # Where q underflows, its derivative is zero, and that of psi infinite.
+            q = solution.q.clamp(min=torch.finfo(model.dtype).tiny)
             evaluate = evaluator.bind(parameters, t.expand(q.shape[:-2]))
             psi = total(own, evaluate(step.regularizer.read(own, q)))
             value = ((q - aim) * loss).sum((-2, -1)) + psi
@@ -271,14 +280,25 @@ def fenchel_young_loss(
         again, once = (partial(least, x) for x in (None, solution))
         return constant - Envelope(value, solution.q - aim, again, once).of(*given)
 
-    return _compare(step, in_torch, loss, t, warm_start, mdp, target, empirical=empirical)
+    return _compare(True, step, in_torch, loss, t, warm_start, mdp, target, empirical=empirical)
 
 
 def _compare(
-    step: FTRLStep, in_torch: Callable[[Tensor], Tensor], loss: Tensor, *given: Any, **kind: Any
+    fast: bool,
+    step: FTRLStep,
+    in_torch: Callable[[Tensor], Tensor],
+    loss: Any,
+    *given: Any,
+    **kind: Any,
 ) -> Tensor:
-    """Return a loss as the engine computes it, in closed form, or else in torch."""
-    if values_are_hidden() or in_forward_mode():
+    """Return a loss as the engine computes it, in closed form, or else in torch; all if `fast`."""
+    shapes = [torch.Size(getattr(x, "shape", ())) for x in (loss, given[0], given[3])]
+    name = "target" if len(given) == 4 else "states"
+    check_batches({"cumulative_loss": shapes[0][:-2], "t": shapes[1], name: shapes[2][:-2]})
+    if autocasts(loss):
+        with torch.autocast(loss.device.type, enabled=False):
+            return _compare(fast, step, in_torch, loss, *given, **kind)
+    if not fast or values_are_hidden() or in_forward_mode():
         return in_torch(loss)
     found = step.compare(loss, *given, **kind) or _in_closed_form(step, loss, *given, **kind)
     return in_torch(loss) if found is None else Envelope(*found, in_torch).of(loss)
@@ -302,7 +322,9 @@ def _in_closed_form(
         return None
     model, paths = _model(step, mdp), len(shown) > 1
     equation, given = step.closed_form(loss, t, start, mdp)
-    if equation.probabilities or any(x.requires_grad for x in (*given[2:], *shown)):
+    if equation.probabilities or any(
+        getattr(x, "requires_grad", False) for x in (*given[2:], *shown)
+    ):
         return None
     with torch.no_grad():
         weight, table = given[2].unsqueeze(-1), keep("pair", model, given[0], 0.0)
@@ -321,7 +343,7 @@ def _in_closed_form(
         plan = found[0]
         if paths:
             return -(aim * keep("pair", model, join(plan.logs, 2), 0.0)).sum((-2, -1)), plan.q
-        return value - (flow_source(model) * plan.value).sum(-1), plan.q.neg_().add_(aim)
+        return value - (flow_source(model) * plan.value).sum(-1), aim - plan.q
 
 
 #: torch.compile divides the graph here, where more than the loss is differentiated.
@@ -401,7 +423,7 @@ def check_paths(
             f"got {tuple(actions.shape)}"
         )
     visits, chances = follow(mdp, states, actions, attached)
-    if values_are_hidden() or float(chances.detach().amin()) > 0:
+    if values_are_hidden() or bool((chances > 0).all()):
         return visits, chances
     *trajectory, k = (~(chances > 0)).nonzero()[0].tolist()
     at, before, here = (*trajectory, k), (*trajectory, k - 1), mdp.layer_slices[k]
@@ -450,9 +472,9 @@ def follow(
             chance = layer.with_probabilities(p).arrive(taken.unflatten(-1, (-1, A)))
         found = torch.cat(parts, -1)
     else:
-        row, index = _join_tables(mdp) if attached else row, state + before
-        index[..., 1:] += pair[..., :-1] * width[1:]
-        index = index.flatten(-2)
+        row = _join_tables(mdp) if attached else row
+        past = torch.nn.functional.pad(pair[..., :-1] * width[1:], (1, 0))
+        index = (state + before + past).flatten(-2)
         found = row.expand(*shape[:-2], -1).gather(-1, index) if mdp.batch_shape else row[index]
     fine[..., 1:] &= seen[..., :-1]
     chances = torch.where(fine, found.view(shape), (~seen).to(mdp.dtype))
@@ -571,9 +593,8 @@ def negative_log_likelihood(
         value = -(visits * torch.where(visits > 0, logs, 0.0)).sum((-2, -1))
         return value - chances.log().sum(-1).mean(-1) if transitions else value
 
-    if step.evaluator.closed and not transitions:
-        return _compare(step, in_torch, loss, t, warm_start, mdp, *given)
-    return in_torch(loss)
+    fast = step.evaluator.closed and not transitions
+    return _compare(fast, step, in_torch, loss, t, warm_start, mdp, *given)
 
 
 def _padded(mdp: LayeredMDP, states: Trajectories, actions: Trajectories) -> tuple[Any, ...]:
@@ -581,7 +602,7 @@ def _padded(mdp: LayeredMDP, states: Trajectories, actions: Trajectories) -> tup
     if not (isinstance(states, Sequence) and isinstance(actions, Sequence)):
         return states, actions
     sizes = [[len(x) for x in part] for part in (states, actions)]
-    if sizes[0] != sizes[1] or not all(0 < size <= mdp.horizon for size in sizes[0]):
+    if not sizes[0] == sizes[1] != [] or not all(0 < size <= mdp.horizon for size in sizes[0]):
         raise ValueError(
             f"states, actions: expected trajectories of equal lengths from 1 to {mdp.horizon}, "
             f"got {sizes[0]} states and {sizes[1]} actions"

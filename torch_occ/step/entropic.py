@@ -437,9 +437,9 @@ class Entropic:
         most = mdp.horizon * (max(-low, high) / small + math.log(mdp.num_actions)) if small else 0
         fine = math.isfinite(most) and 0 < small <= large < math.inf and not self.probabilities
         first, last = _range(t) if t.numel() else (1.0, 1.0)
-        if not (fine and float(start.amin()) >= 0 and 1 <= first <= last < math.inf):
+        if not (fine and _range(start)[0] >= 0 and 1 <= first <= last < math.inf):
             self.validate(mdp, loss.detach(), start, weight.detach(), t.detach())
-        loss = loss.expand(*broadcast(loss.shape[:-2], t.shape), *loss.shape[-2:])
+        loss = loss.expand(*_batch_of(mdp, tensors), *loss.shape[-2:])
         plan = plan_softly(mdp, loss, weight, self.centred and not eps * most <= coarse, aim)
         rounding = plan.rounding()
         return (plan, rounding) if bool((rounding <= coarse).all()) else None
@@ -449,9 +449,7 @@ class Entropic:
         loss, start, weight, price, t, *probabilities = tensors
         mdp = self.mdp.with_probabilities(*probabilities) if probabilities else self.mdp
         self.validate(mdp, loss, start, weight, t)
-        # The entropy may not depend on t, whose batch counts all the same.
-        batches = (loss.shape[:-2], start.shape[:-2], weight.shape[:-1], price.shape[:-1], t.shape)
-        batch = broadcast(*batches, mdp.batch_shape)
+        batch = _batch_of(mdp, tensors)
         entropy = Entropy(weight.expand(*batch, -1), price.expand(*batch, 1))
         shaped = shape_finely(mdp, loss.expand(*batch, *loss.shape[-2:]))
         guess = start.sum(-1).clamp(min=torch.finfo(loss.dtype).tiny).log()
@@ -513,6 +511,13 @@ class Entropic:
         return poison(
             outputs, push_forward(lambda *given: self._replay(outputs, given), moving, dots)
         )
+
+
+def _batch_of(mdp: LayeredMDP, tensors: Sequence[Tensor]) -> torch.Size:
+    """Return the batch shape; that of t and of the start counts although nothing depends on it."""
+    loss, start, weight, price, t, *_ = tensors
+    tables = loss.shape[:-2], start.shape[:-2], weight.shape[:-1], price.shape[:-1]
+    return broadcast(*tables, t.shape, mdp.batch_shape)
 
 
 def _range(x: Tensor) -> tuple[float, float]:
