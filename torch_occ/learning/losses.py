@@ -62,21 +62,13 @@ def check_target(
         return given.clamp(min=0.0)
     plain = given.detach()
     least = float(plain.amin()) if plain.numel() else 0.0
-    if not least >= -tolerance or _leaves_flow(mdp, plain, tolerance, empirical):
+    rows, sums = _probes(mdp, empirical)
+    off = ((plain.flatten(-2).unsqueeze(-2) @ rows.mT).squeeze(-2) - sums).abs()
+    if not (least >= -tolerance and bool((off <= tolerance / 100).all())):
         _complain(mdp, plain, tolerance, empirical)
     if budgets is not None:
         _check_budgets(mdp, plain, budgets, tolerance)
     return given if least >= 0 else given.clamp(min=0.0)
-
-
-def _leaves_flow(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical: bool) -> bool:
-    """Whether a target seems to violate its equations, by less than the tolerance perhaps."""
-    (rows, sums), flat = _probes(mdp, empirical), target.flatten(-2)
-    if rows.dim() == 2:  # in this form, the product is fast
-        off = torch.nn.functional.linear(flat, rows)
-    else:
-        off = (rows @ flat.unsqueeze(-1)).squeeze(-1)
-    return bool(off.numel()) and not float((off - sums).abs().amax()) <= tolerance / 100
 
 
 def _complain(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical: bool) -> None:
@@ -241,7 +233,11 @@ def fenchel_young_loss(
             named: Any = {"warm_start": warm_start, "mdp": mdp, "empirical": empirical}
             return _between_graphs(step, loss, target, t, **named)
         now = torch.as_tensor(step.episode(t), dtype=facts.dtype, device=facts.device)
-        return fenchel_young(step.name_in_graphs, loss, target, now, warm_start, empirical)[0]
+        given = (loss.detach(), target, now, warm_start, empirical)
+        value, slope = fenchel_young(step.name_in_graphs, *given)
+        # Zero, with this slope; masked losses may be infinite.
+        change = torch.where(slope == 0, 0.0, loss - loss.detach())
+        return value + (change * slope).sum((-2, -1))
     model, evaluator, t = _model(step, mdp), step.evaluator, step.episode(t)
 
     def in_torch(loss: Tensor) -> Tensor:
@@ -357,24 +353,10 @@ def _empty_losses(name: str, loss: Tensor, *given: Any) -> tuple[Tensor, Tensor]
     return q.new_empty(slope.shape[:-2]), slope
 
 
-def _save_slope(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.shape = inputs[1].shape
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(output[1])
-
-
-def _scale_slope(ctx: Any, bar: Tensor, _: Any) -> tuple[Any, ...]:
-    (slope,) = ctx.saved_tensors
-    loss_bar = (bar[..., None, None] * slope).sum_to_size(ctx.shape).to(slope.dtype)
-    return None, loss_bar, None, None, None, None
-
-
 @as_operator(
     "fenchel_young(str name, Tensor loss, Tensor target, Tensor t, Tensor? start, bool empirical)"
     " -> (Tensor, Tensor)",
     _empty_losses,
-    _scale_slope,
-    _save_slope,
 )
 def fenchel_young(
     name: str, loss: Tensor, target: Tensor, t: Tensor, start: Tensor | None, empirical: bool

@@ -202,8 +202,8 @@ def _solve(
 def as_operator(
     schema: str,
     fake: Callable[..., Any],
-    backward: Callable[..., Any],
-    setup: Callable[..., None] | None,
+    backward: Callable[..., Any] | None = None,
+    setup: Callable[..., None] | None = None,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Make a function an operator of torch, with empty results, and a derivative and its setup.
 
@@ -215,7 +215,8 @@ def as_operator(
         library.define(schema)
         library.impl(function.__name__, function, "CompositeExplicitAutograd")
         torch.library.register_fake(name, fake, lib=library)
-        torch.library.register_autograd(name, backward, setup_context=setup, lib=library)
+        if backward is not None:
+            torch.library.register_autograd(name, backward, setup_context=setup, lib=library)
         return getattr(torch.ops.torch_occ, function.__name__).default
 
     return make
@@ -305,7 +306,6 @@ def _refuse_second(ctx: Any, *bars: Any) -> None:
     "Tensor[] parameters, Tensor[] budgets, bool more) -> Tensor[]",
     _empty_bars,
     _refuse_second,
-    None,
 )
 def pull_back_step(
     name: str,
