@@ -73,33 +73,32 @@ def check_target(
 
 def _complain(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical: bool) -> None:
     """Raise the error of a target, if it violates an equation by more than the tolerance."""
-    if empirical:  # the masses of the layers
-        residual = target.new_full((*target.shape[:-2], mdp.horizon), -1.0)
-        residual = residual.index_add(-1, mdp.layer, target.sum(-1))
-    else:
-        residual = flow_residual(mdp, target).detach()
     outside = ~target.isfinite() | (target < -tolerance), "; expected an occupancy of at least 0"
     missing = (target > tolerance) & ~mdp.actions, ", but this action does not exist"
     for where, why in (outside, missing):
         if len(wrong := where.nonzero()):
             found = f"{place_of(mdp, wrong[0])} is {float(target[tuple(wrong[0])])}"
             raise ValueError(f"target: {found}{why}")
-    if not len(wrong := (~(residual.abs() <= tolerance)).nonzero()):
+    mass = target.sum(-1)
+    if empirical:  # one in every layer
+        mass = mass.new_zeros(*mass.shape[:-1], mdp.horizon).index_add(-1, mdp.layer, mass)
+        due = torch.ones_like(mass)
+    else:
+        due = flow_of(mdp).inflow(target.detach()) + flow_source(mdp)
+    off = (mass - due).abs().detach()
+    if not len(wrong := (~(off <= tolerance)).nonzero()):
         return
-    *batch, state = wrong[0].tolist()
-    excess = float(residual[(*batch, state)])
-    if empirical:
-        raise ValueError(
-            f"target: {element_of(batch)}layer {state} has the mass {1 + excess:.6g}, expected 1; "
-            "divide the visits by the number of trajectories"
+    *batch, i = wrong[0].tolist()
+    held, arrives = (float(x.expand_as(off)[tuple(wrong[0])]) for x in (mass, due))
+    place = f"{element_of(batch)}{f'layer {i}' if empirical else mdp.locate(i)}"
+    why = "expected 1; divide the visits by the number of trajectories"
+    if not empirical:
+        why = (
+            f"but {arrives:.6g} arrives there, so the target is no occupancy measure of this MDP; "
+            "make one with occupancy(mdp, policy), or use negative_log_likelihood for "
+            "demonstrations"
         )
-    held = float(target.expand(*residual.shape, -1).sum(-1)[(*batch, state)])
-    raise ValueError(
-        f"target: {element_of(batch)}{mdp.locate(state)} has the mass {held:.6g}, but "
-        f"{held - excess:.6g} arrives there, so the target is no occupancy measure of this "
-        "MDP; make one with occupancy(mdp, policy), or use negative_log_likelihood for "
-        "demonstrations"
-    )
+    raise ValueError(f"target: {place} has the mass {held:.6g}, {why}")
 
 
 @remembered
@@ -333,10 +332,9 @@ def _in_closed_form(
             mass = aim @ ones
             value = (weight * (logs - torch.xlogy(mass, mass))).sum((-2, -1))
             value = value + (aim * table).sum((-2, -1))
-        found = equation.plan(*given, aim=aim / weight if paths else None)
-        if found is None:
+        plan = equation.plan(*given, aim=aim / weight if paths else None)
+        if plan is None:
             return None
-        plan = found[0]
         if paths:
             return -(aim * keep("pair", model, join(plan.logs, 2), 0.0)).sum((-2, -1)), plan.q
         return value - (flow_source(model) * plan.value).sum(-1), aim - plan.q
@@ -570,8 +568,15 @@ def negative_log_likelihood(
         visits, chances = check_paths(model, *given, attached=transitions)
         now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
         solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
-        kept = keep("pair", model, loss.to(model.dtype), 0.0)
-        logs = _log_policy(step, solution, kept, now, model)
+        if step.evaluator.in_logs and step.constraints is None:  # see torch_occ.step.entropic
+            composition = step.evaluator.composition
+            weight = entropy_of(composition, composition.values(now)).weight.unsqueeze(-1)
+            kept = keep("pair", model, loss.to(model.dtype), 0.0)
+            Q = kept + flow_of(model).lookahead(solution.value)
+            logs = torch.where(model.actions, -Q / weight, -torch.inf).log_softmax(-1)
+        else:
+            q = solution.q
+            logs = keep("pair", model, q, 1.0).log() - q.sum(-1, keepdim=True).log()
         value = -(visits * torch.where(visits > 0, logs, 0.0)).sum((-2, -1))
         return value - chances.log().sum(-1).mean(-1) if transitions else value
 
@@ -591,17 +596,3 @@ def _padded(mdp: LayeredMDP, states: Trajectories, actions: Trajectories) -> tup
         )
     parts = ([[*x] + [-1] * (mdp.horizon - len(x)) for x in part] for part in (states, actions))
     return tuple(torch.tensor(part, device=mdp.device) for part in parts)
-
-
-def _log_policy(
-    step: FTRLStep, solution: Solution, loss: Tensor, t: Tensor, mdp: LayeredMDP
-) -> Tensor:
-    """Return log pi `(*batch, S, A)`; values on masked pairs are meaningless."""
-    if (
-        step.evaluator.in_logs and step.constraints is None
-    ):  # a softmax; see torch_occ.step.entropic
-        composition = step.evaluator.composition
-        weight = entropy_of(composition, composition.values(t)).weight.unsqueeze(-1)
-        Q = loss + flow_of(mdp).lookahead(solution.value)
-        return torch.where(mdp.actions, -Q / weight, -torch.inf).log_softmax(-1)
-    return keep("pair", mdp, solution.q, 1.0).log() - solution.q.sum(-1, keepdim=True).log()

@@ -165,10 +165,8 @@ def solve_in_graph(
     return _solve_outside(step, loss, t, warm_start=warm_start, **named)
 
 
-@outside_graphs
-def _solve_outside(step: FTRLStep, loss: Tensor, t: Any, **given: Any) -> Solution:
-    """Solve a step between two graphs, as without torch.compile."""
-    return step.solve(loss, t, **given)
+#: Solve a step between two graphs, as without torch.compile.
+_solve_outside = outside_graphs(lambda step, *given, **named: step.solve(*given, **named))
 
 
 def step_of(name: str) -> FTRLStep:
