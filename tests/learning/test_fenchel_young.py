@@ -1,11 +1,9 @@
 """The Fenchel-Young loss: its value, all its derivatives, its targets and its errors."""
 
-import weakref
-
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
-from zoo import PROBLEMS, REGULARIZERS, random_loss, tensor
+from zoo import PROBLEMS, REGULARIZERS, expect, random_loss, tensor
 
 import torch_occ as occ
 
@@ -118,15 +116,24 @@ def test_infinite_constants_are_left_out_element_by_element():
     assert all(g.isfinite().all() for g in grads)
 
 
-def test_batches_of_losses_targets_and_episodes():
-    mdp = small()
-    step = occ.FTRLStep(mdp, occ.jin_luo(mdp, beta=0.3))
-    losses, t = random_loss(mdp, 3.0, batch=(3, 1)), tensor([1.0, 5.0])
-    found = occ.fenchel_young_loss(step, losses, interior(mdp), t)
-    one_by_one = [
-        [occ.fenchel_young_loss(step, loss[0], interior(mdp), s) for s in t] for loss in losses
-    ]
-    torch.testing.assert_close(found, torch.stack([torch.stack(x) for x in one_by_one]))
+@pytest.mark.parametrize("psi", [occ.ConditionalEntropy(), occ.jin_luo(small(), beta=0.3)])
+@pytest.mark.parametrize(("batch", "more"), [((3, 1), (2,)), ((), (3,)), ((0,), ()), ((), (0,))])
+def test_batches_of_losses_targets_starts_episodes_and_trajectories(psi, batch, more):
+    mdp, path = small(), torch.tensor([[0, 1]])
+    step, loss = occ.FTRLStep(mdp, psi), random_loss(mdp, 3.0, batch=batch).requires_grad_()
+    one, t, whole = interior(mdp), tensor(2.0), loss.expand(*batch[:1], *more, *loss.shape[-2:])
+    found, expected = (
+        (
+            occ.fenchel_young_loss(step, x, one.expand(*shape, -1, -1), 2.0),
+            occ.fenchel_young_loss(step, x, one, t.expand(shape), warm_start=one),
+            occ.fenchel_young_loss(step, x, one, t, warm_start=one.expand(*shape, -1, -1)),
+            occ.negative_log_likelihood(step, x, *2 * [path.expand(*shape, -1, -1)], 2.0),
+        )
+        for x, shape in ((loss, more), (whole, ()))
+    )
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+        torch.testing.assert_close(*(torch.autograd.grad(z.sum(), loss)[0] for z in (x, y)))
 
 
 def test_transforms():
@@ -164,27 +171,33 @@ def test_empirical_visits_need_not_be_a_flow():
         occ.fenchel_young_loss(step, loss, visits, empirical=True)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_target_is_checked_again_after_a_change(shared):
+def test_a_target_is_checked_again_after_a_change():
     """Also if its memory is that of an array, whose changes torch does not count."""
-    mdp = occ.LayeredMDP.random(horizon=2, width=2, num_actions=2, seed=0)
-    step, loss = occ.FTRLStep(mdp, occ.ConditionalEntropy()), random_loss(mdp).requires_grad_()
-    target = step(random_loss(mdp, seed=1)).detach()
-    target = torch.from_numpy(target.numpy().copy()) if shared else target.clone()
-    for other in (target, step(random_loss(mdp, seed=2)).detach()):
-        if shared:
-            target.numpy()[:] = other.numpy()
-        else:
-            target.copy_(other)
-        expected = occ.fenchel_young_loss(step, loss, other.clone())
-        for _ in range(2):
-            torch.testing.assert_close(occ.fenchel_young_loss(step, loss, target), expected)
-    target[0, 0] += 0.5
-    with pytest.raises(ValueError, match=r"target: layer 0, state 0 has the mass 1\.5"):
-        occ.fenchel_young_loss(step, loss, target)
-    gone = weakref.ref(target)
-    del target, other
-    assert gone() is None  # nothing else keeps it
+    step, loss = occ.FTRLStep(small(), occ.ConditionalEntropy()), random_loss(small())
+    array = step.interior.numpy().copy()
+    occ.fenchel_young_loss(step, loss, torch.from_numpy(array))
+    array[0, 0] += 0.5
+    with expect("target: layer 0, state 0 has the mass 1.5, but 1 arrives there"):
+        occ.fenchel_young_loss(step, loss, torch.from_numpy(array))
+
+
+@pytest.mark.parametrize("psi", [occ.ConditionalEntropy(), occ.Shannon()])
+def test_second_derivatives_where_q_underflows(psi):
+    loss = (random_loss(small()) + tensor([[0, 3000], [0, 0], [0, 0]])).requires_grad_()
+    step = occ.FTRLStep(small(), psi)
+    value, cost = occ.fenchel_young_loss(step, loss, step.interior), random_loss(small(), seed=1)
+    (slope,) = torch.autograd.grad(value, loss, create_graph=True)
+    found, expected = ((x * cost).sum() for x in (slope, -step(loss)))
+    assert step(loss)[0, 1] == 0
+    torch.testing.assert_close(*(torch.autograd.grad(x, loss)[0] for x in (found, expected)))
+
+
+def test_targets_that_do_not_fit_are_named():
+    step, loss = occ.FTRLStep(small(), occ.ConditionalEntropy()), random_loss(small(), batch=(4,))
+    with expect("target: expected a tensor of shape (*batch, 3, 2), got list", error=TypeError):
+        occ.fenchel_young_loss(step, loss, step.interior.tolist())
+    with expect("target: expected a batch shape that broadcasts against (4,), got (3,)"):
+        occ.fenchel_young_loss(step, loss, step.interior.expand(3, -1, -1))
 
 
 @pytest.mark.parametrize("empirical", [False, True])

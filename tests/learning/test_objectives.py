@@ -1,5 +1,7 @@
 """The expected cost, and the likelihood of demonstrations."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -114,6 +116,8 @@ def test_transforms():
         return occ.negative_log_likelihood(step, loss, states, actions)
 
     torch.testing.assert_close(torch.func.vmap(value)(losses), value(losses))
+    of_actions = torch.func.vmap(partial(occ.negative_log_likelihood, step, losses[0], states))
+    torch.testing.assert_close(of_actions(actions[None])[0], value(losses[0]))
     torch.testing.assert_close(
         torch.func.vmap(torch.func.grad(value))(losses),
         torch.autograd.functional.jacobian(value, losses).sum(0),
@@ -147,32 +151,16 @@ def test_an_episode_cannot_begin_where_the_initial_distribution_is_zero():
         )
 
 
-def test_likelihood_of_paths_is_that_of_the_policy():
-    """In a graph, the gradient is (visits - q) / w; here against log pi and its derivatives."""
-    edges = [("a", "b"), ("a", "c"), ("b", "d"), ("c", "d"), ("b", "e"), ("d", "e")]
-    mdp = occ.LayeredMDP.from_graph(edges, "a", "e")
-    step = occ.FTRLStep(mdp, occ.ConditionalEntropy() * 0.7)
-    costs = torch.tensor([[1, 2, 3, 3, 1, 1], [2, 1, 1, 1, 3, 1]], dtype=torch.float64)
-    paths = mdp.occupancy_of(mdp.shortest_path(costs))
-    index = torch.stack([(q > 0.5).nonzero() for q in paths])  # (2, L, 2)
-    loss = random_loss(mdp).requires_grad_()
-    value = occ.negative_log_likelihood(step, loss, index[..., 0], index[..., 1])
-    q = step(loss)
-    logs = torch.where(mdp.actions, q, 1.0).log() - q.sum(-1, keepdim=True).log()
-    expected = -logs[index[..., 0], index[..., 1]].sum(-1).mean()
-    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
-    found = [torch.autograd.grad(x, loss, create_graph=True)[0] for x in (value, expected)]
-    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
-    second = [torch.autograd.grad(x.square().sum(), loss)[0] for x in found]
-    torch.testing.assert_close(*second, rtol=1e-9, atol=1e-11)
-
-
-def test_without_trajectories_the_shape_is_named():
+def test_trajectories_of_a_wrong_shape_are_named():
     none = torch.zeros(0, 3, dtype=torch.int64)
     for psi in (occ.Shannon(), occ.ConditionalEntropy()):
-        step = occ.FTRLStep(small(), psi)
+        step, rule = occ.FTRLStep(small(), psi), "trajectories of equal lengths from 1 to 3"
         with pytest.raises(ValueError, match=r"states: expected shape \(\*batch, N, 3\)"):
             occ.negative_log_likelihood(step, random_loss(step.mdp), none, none)
+        with pytest.raises(TypeError, match=r"states: expected a tensor of integers .*list"):
+            occ.negative_log_likelihood(step, random_loss(step.mdp), [[0]], none)
+        with pytest.raises(ValueError, match=f"states, actions: expected {rule}"):
+            occ.negative_log_likelihood(step, random_loss(step.mdp), [], [])
 
 
 @pytest.mark.parametrize("sparse", [False, True])

@@ -119,13 +119,14 @@ def test_gradients_in_batches_are_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_autocast_does_not_reach_into_the_step(dtype):
     step = make().to(dtype)
-    net = network(step)
+    net, entropy = network(step), occ.FTRLStep(step.mdp, occ.ConditionalEntropy())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         prediction = net[0](features())
-        q = step(prediction)
+        q, value = step(prediction), occ.fenchel_young_loss(entropy, prediction, step.interior)
     assert prediction.dtype == torch.bfloat16
     assert q.dtype == dtype
     assert torch.equal(q, step(prediction))  # as outside of autocast
+    assert torch.equal(value, occ.fenchel_young_loss(entropy, prediction, step.interior))
     (q * cost(step)).sum().backward()
     assert net[0][0].weight.grad.dtype == torch.float32
 

@@ -24,11 +24,19 @@ from torch_occ.regularizers.base import total
 from torch_occ.regularizers.terms import keep
 from torch_occ.step.entropic import entropy_of
 from torch_occ.step.ftrl import FTRLStep
-from torch_occ.step.graph import as_operator, empty_solution, facts_of, promote, step_of
+from torch_occ.step.graph import (
+    as_operator,
+    autocasts,
+    empty_solution,
+    facts_of,
+    promote,
+    step_of,
+)
 from torch_occ.step.implicit import Known
 from torch_occ.step.solution import (
     Budgets,
     Solution,
+    check_batches,
     check_like,
     element_of,
     place_of,
@@ -54,52 +62,43 @@ def check_target(
         return given.clamp(min=0.0)
     plain = given.detach()
     least = float(plain.amin()) if plain.numel() else 0.0
-    if not least >= -tolerance or _leaves_flow(mdp, plain, tolerance, empirical):
+    rows, sums = _probes(mdp, empirical)
+    off = ((plain.flatten(-2).unsqueeze(-2) @ rows.mT).squeeze(-2) - sums).abs()
+    if not (least >= -tolerance and bool((off <= tolerance / 100).all())):
         _complain(mdp, plain, tolerance, empirical)
     if budgets is not None:
         _check_budgets(mdp, plain, budgets, tolerance)
     return given if least >= 0 else given.clamp(min=0.0)
 
 
-def _leaves_flow(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical: bool) -> bool:
-    """Whether a target seems to violate its equations, by less than the tolerance perhaps."""
-    (rows, sums), flat = _probes(mdp, empirical), target.flatten(-2)
-    if rows.dim() == 2:  # in this form, the product is fast
-        off = torch.nn.functional.linear(flat, rows)
-    else:
-        off = (rows @ flat.unsqueeze(-1)).squeeze(-1)
-    return bool(off.numel()) and not float((off - sums).abs().amax()) <= tolerance / 100
-
-
 def _complain(mdp: LayeredMDP, target: Tensor, tolerance: float, empirical: bool) -> None:
     """Raise the error of a target, if it violates an equation by more than the tolerance."""
-    if empirical:  # the masses of the layers
-        residual = target.new_full((*target.shape[:-2], mdp.horizon), -1.0)
-        residual = residual.index_add(-1, mdp.layer, target.sum(-1))
-    else:
-        residual = flow_residual(mdp, target).detach()
     outside = ~target.isfinite() | (target < -tolerance), "; expected an occupancy of at least 0"
     missing = (target > tolerance) & ~mdp.actions, ", but this action does not exist"
     for where, why in (outside, missing):
         if len(wrong := where.nonzero()):
             found = f"{place_of(mdp, wrong[0])} is {float(target[tuple(wrong[0])])}"
             raise ValueError(f"target: {found}{why}")
-    if not len(wrong := (~(residual.abs() <= tolerance)).nonzero()):
+    mass = target.sum(-1)
+    if empirical:  # one in every layer
+        mass = mass.new_zeros(*mass.shape[:-1], mdp.horizon).index_add(-1, mdp.layer, mass)
+        due = torch.ones_like(mass)
+    else:
+        due = flow_of(mdp).inflow(target.detach()) + flow_source(mdp)
+    off = (mass - due).abs().detach()
+    if not len(wrong := (~(off <= tolerance)).nonzero()):
         return
-    *batch, state = wrong[0].tolist()
-    excess = float(residual[(*batch, state)])
-    if empirical:
-        raise ValueError(
-            f"target: {element_of(batch)}layer {state} has the mass {1 + excess:.6g}, expected 1; "
-            "divide the visits by the number of trajectories"
+    *batch, i = wrong[0].tolist()
+    held, arrives = (float(x.expand_as(off)[tuple(wrong[0])]) for x in (mass, due))
+    place = f"{element_of(batch)}{f'layer {i}' if empirical else mdp.locate(i)}"
+    why = "expected 1; divide the visits by the number of trajectories"
+    if not empirical:
+        why = (
+            f"but {arrives:.6g} arrives there, so the target is no occupancy measure of this MDP; "
+            "make one with occupancy(mdp, policy), or use negative_log_likelihood for "
+            "demonstrations"
         )
-    held = float(target.expand(*residual.shape, -1).sum(-1)[(*batch, state)])
-    raise ValueError(
-        f"target: {element_of(batch)}{mdp.locate(state)} has the mass {held:.6g}, but "
-        f"{held - excess:.6g} arrives there, so the target is no occupancy measure of this "
-        "MDP; make one with occupancy(mdp, policy), or use negative_log_likelihood for "
-        "demonstrations"
-    )
+    raise ValueError(f"target: {place} has the mass {held:.6g}, {why}")
 
 
 @remembered
@@ -232,7 +231,11 @@ def fenchel_young_loss(
             named: Any = {"warm_start": warm_start, "mdp": mdp, "empirical": empirical}
             return _between_graphs(step, loss, target, t, **named)
         now = torch.as_tensor(step.episode(t), dtype=facts.dtype, device=facts.device)
-        return fenchel_young(step.name_in_graphs, loss, target, now, warm_start, empirical)[0]
+        given = (loss.detach(), target, now, warm_start, empirical)
+        value, slope = fenchel_young(step.name_in_graphs, *given)
+        # Zero, with this slope; masked losses may be infinite.
+        change = torch.where(slope == 0, 0.0, loss - loss.detach())
+        return value + (change * slope).sum((-2, -1))
     model, evaluator, t = _model(step, mdp), step.evaluator, step.episode(t)
 
     def in_torch(loss: Tensor) -> Tensor:
@@ -256,7 +259,8 @@ def fenchel_young_loss(
             if solution is None:
                 others = (warm_start, own if moved else mdp, True, step.constraints)
                 solution = step.solve_at(parameters, loss, t, *others)
-            q = solution.q
+            # Where q underflows, its derivative is zero, and that of psi infinite.
+            q = solution.q.clamp(min=torch.finfo(model.dtype).tiny)
             evaluate = evaluator.bind(parameters, t.expand(q.shape[:-2]))
             psi = total(own, evaluate(step.regularizer.read(own, q)))
             value = ((q - aim) * loss).sum((-2, -1)) + psi
@@ -270,14 +274,25 @@ def fenchel_young_loss(
         again, once = (partial(least, x) for x in (None, solution))
         return constant - Envelope(value, solution.q - aim, again, once).of(*given)
 
-    return _compare(step, in_torch, loss, t, warm_start, mdp, target, empirical=empirical)
+    return _compare(True, step, in_torch, loss, t, warm_start, mdp, target, empirical=empirical)
 
 
 def _compare(
-    step: FTRLStep, in_torch: Callable[[Tensor], Tensor], loss: Tensor, *given: Any, **kind: Any
+    fast: bool,
+    step: FTRLStep,
+    in_torch: Callable[[Tensor], Tensor],
+    loss: Any,
+    *given: Any,
+    **kind: Any,
 ) -> Tensor:
-    """Return a loss as the engine computes it, in closed form, or else in torch."""
-    if values_are_hidden() or in_forward_mode():
+    """Return a loss as the engine computes it, in closed form, or else in torch; all if `fast`."""
+    shapes = [torch.Size(getattr(x, "shape", ())) for x in (loss, given[0], given[3])]
+    name = "target" if len(given) == 4 else "states"
+    check_batches({"cumulative_loss": shapes[0][:-2], "t": shapes[1], name: shapes[2][:-2]})
+    if autocasts(loss):
+        with torch.autocast(loss.device.type, enabled=False):
+            return _compare(fast, step, in_torch, loss, *given, **kind)
+    if not fast or values_are_hidden() or in_forward_mode():
         return in_torch(loss)
     found = step.compare(loss, *given, **kind) or _in_closed_form(step, loss, *given, **kind)
     return in_torch(loss) if found is None else Envelope(*found, in_torch).of(loss)
@@ -316,13 +331,12 @@ def _in_closed_form(
             mass = aim @ ones
             value = (weight * (logs - torch.xlogy(mass, mass))).sum((-2, -1))
             value = value + (aim * table).sum((-2, -1))
-        found = equation.plan(*given, aim=aim / weight if paths else None)
-        if found is None:
+        plan = equation.plan(*given, aim=aim / weight if paths else None)
+        if plan is None:
             return None
-        plan = found[0]
         if paths:
             return -(aim * keep("pair", model, join(plan.logs, 2), 0.0)).sum((-2, -1)), plan.q
-        return value - (flow_source(model) * plan.value).sum(-1), plan.q.neg_().add_(aim)
+        return value - (flow_source(model) * plan.value).sum(-1), aim - plan.q
 
 
 #: torch.compile divides the graph here, where more than the loss is differentiated.
@@ -336,24 +350,10 @@ def _empty_losses(name: str, loss: Tensor, *given: Any) -> tuple[Tensor, Tensor]
     return q.new_empty(slope.shape[:-2]), slope
 
 
-def _save_slope(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.shape = inputs[1].shape
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(output[1])
-
-
-def _scale_slope(ctx: Any, bar: Tensor, _: Any) -> tuple[Any, ...]:
-    (slope,) = ctx.saved_tensors
-    loss_bar = (bar[..., None, None] * slope).sum_to_size(ctx.shape).to(slope.dtype)
-    return None, loss_bar, None, None, None, None
-
-
 @as_operator(
     "fenchel_young(str name, Tensor loss, Tensor target, Tensor t, Tensor? start, bool empirical)"
     " -> (Tensor, Tensor)",
     _empty_losses,
-    _scale_slope,
-    _save_slope,
 )
 def fenchel_young(
     name: str, loss: Tensor, target: Tensor, t: Tensor, start: Tensor | None, empirical: bool
@@ -402,7 +402,7 @@ def check_paths(
             f"got {tuple(actions.shape)}"
         )
     visits, chances = follow(mdp, states, actions, attached)
-    if values_are_hidden() or float(chances.detach().amin()) > 0:
+    if values_are_hidden() or bool((chances > 0).all()):
         return visits, chances
     *trajectory, k = (~(chances > 0)).nonzero()[0].tolist()
     at, before, here = (*trajectory, k), (*trajectory, k - 1), mdp.layer_slices[k]
@@ -451,9 +451,9 @@ def follow(
             chance = layer.with_probabilities(p).arrive(taken.unflatten(-1, (-1, A)))
         found = torch.cat(parts, -1)
     else:
-        row, index = _join_tables(mdp) if attached else row, state + before
-        index[..., 1:] += pair[..., :-1] * width[1:]
-        index = index.flatten(-2)
+        row = _join_tables(mdp) if attached else row
+        past = torch.nn.functional.pad(pair[..., :-1] * width[1:], (1, 0))
+        index = (state + before + past).flatten(-2)
         found = row.expand(*shape[:-2], -1).gather(-1, index) if mdp.batch_shape else row[index]
     fine[..., 1:] &= seen[..., :-1]
     chances = torch.where(fine, found.view(shape), (~seen).to(mdp.dtype))
@@ -567,14 +567,20 @@ def negative_log_likelihood(
         visits, chances = check_paths(model, *given, attached=transitions)
         now = torch.as_tensor(t, dtype=model.dtype, device=model.device)
         solution = step.solve(loss, t, warm_start=warm_start, mdp=mdp)
-        kept = keep("pair", model, loss.to(model.dtype), 0.0)
-        logs = _log_policy(step, solution, kept, now, model)
+        if step.evaluator.in_logs and step.constraints is None:  # see torch_occ.step.entropic
+            composition = step.evaluator.composition
+            weight = entropy_of(composition, composition.values(now)).weight.unsqueeze(-1)
+            kept = keep("pair", model, loss.to(model.dtype), 0.0)
+            Q = kept + flow_of(model).lookahead(solution.value)
+            logs = torch.where(model.actions, -Q / weight, -torch.inf).log_softmax(-1)
+        else:
+            q = solution.q
+            logs = keep("pair", model, q, 1.0).log() - q.sum(-1, keepdim=True).log()
         value = -(visits * torch.where(visits > 0, logs, 0.0)).sum((-2, -1))
         return value - chances.log().sum(-1).mean(-1) if transitions else value
 
-    if step.evaluator.closed and not transitions:
-        return _compare(step, in_torch, loss, t, warm_start, mdp, *given)
-    return in_torch(loss)
+    fast = step.evaluator.closed and not transitions
+    return _compare(fast, step, in_torch, loss, t, warm_start, mdp, *given)
 
 
 def _padded(mdp: LayeredMDP, states: Trajectories, actions: Trajectories) -> tuple[Any, ...]:
@@ -582,24 +588,10 @@ def _padded(mdp: LayeredMDP, states: Trajectories, actions: Trajectories) -> tup
     if not (isinstance(states, Sequence) and isinstance(actions, Sequence)):
         return as_tensor(states), as_tensor(actions)
     sizes = [[len(x) for x in part] for part in (states, actions)]
-    if sizes[0] != sizes[1] or not all(0 < size <= mdp.horizon for size in sizes[0]):
+    if not sizes[0] == sizes[1] != [] or not all(0 < size <= mdp.horizon for size in sizes[0]):
         raise ValueError(
             f"states, actions: expected trajectories of equal lengths from 1 to {mdp.horizon}, "
             f"got {sizes[0]} states and {sizes[1]} actions"
         )
     parts = ([[*x] + [-1] * (mdp.horizon - len(x)) for x in part] for part in (states, actions))
     return tuple(torch.tensor(part, device=mdp.device) for part in parts)
-
-
-def _log_policy(
-    step: FTRLStep, solution: Solution, loss: Tensor, t: Tensor, mdp: LayeredMDP
-) -> Tensor:
-    """Return log pi `(*batch, S, A)`; values on masked pairs are meaningless."""
-    if (
-        step.evaluator.in_logs and step.constraints is None
-    ):  # a softmax; see torch_occ.step.entropic
-        composition = step.evaluator.composition
-        weight = entropy_of(composition, composition.values(t)).weight.unsqueeze(-1)
-        Q = loss + flow_of(mdp).lookahead(solution.value)
-        return torch.where(mdp.actions, -Q / weight, -torch.inf).log_softmax(-1)
-    return keep("pair", mdp, solution.q, 1.0).log() - solution.q.sum(-1, keepdim=True).log()

@@ -99,14 +99,17 @@ class SoftPlan(NamedTuple):
     scores: Tensor  # (*batch, S), y: v / w, or its difference from the first one of its layer
     logs: list[Tensor]  # log pi, layer by layer
 
-    def flow_error(self) -> Tensor:
-        """Return the flow residual."""
-        return _flow_error(self.q.detach(), join(self.visits, 1).detach())
-
     def rounding(self) -> Tensor:
         """Return the rounding error of y, which is that of log q."""
         y = self.scores.detach()
         return torch.finfo(y.dtype).eps * y.abs().amax(-1)
+
+    def certify(self, tolerance: float, error: Tensor | float = 0.0) -> Solution:
+        """Return the solution and its certificate; `error` is one of log q beside rounding."""
+        flow, dual = _flow_error(self.q, join(self.visits, 1)), self.rounding() + error
+        bad = ~(torch.maximum(flow, dual) <= tolerance)
+        marks = (Status.STALLED * bad.to(flow), torch.ones_like(flow), torch.zeros_like(flow))
+        return Solution(self.q, self.value, torch.stack((*marks, flow, dual), -1))
 
 
 def plan_softly(
@@ -167,7 +170,7 @@ def plan_softly(
 
 def _flow_error(q: Tensor, u: Tensor) -> Tensor:
     """Return the largest |sum_a q - u| / u, where u is what arrives; dead states do not count."""
-    mass = q @ q.new_ones(q.shape[-1])
+    u, mass = u.detach(), q.detach() @ q.new_ones(q.shape[-1])
     return ((mass - u).abs() / u.clamp(min=math.exp(log_dead(u.dtype)))).amax(-1)
 
 
@@ -423,11 +426,8 @@ class Entropic:
                 "regularizer: its weight is not a positive number; check its parameters"
             )
 
-    def plan(self, *tensors: Tensor, aim: Tensor | None = None) -> tuple[SoftPlan, Tensor] | None:
-        """Return `plan_softly` with this aim, and its rounding error; None if that matters.
-
-        The loss is not shaped.
-        """
+    def plan(self, *tensors: Tensor, aim: Tensor | None = None) -> SoftPlan | None:
+        """Return `plan_softly` with this aim, without shaping; None if rounding errors matter."""
         loss, start, weight, _, t, *_ = tensors
         mdp, eps = self.mdp, torch.finfo(loss.dtype).eps
         tolerance = self.options.tolerance_in(loss.dtype)
@@ -437,33 +437,26 @@ class Entropic:
         most = mdp.horizon * (max(-low, high) / small + math.log(mdp.num_actions)) if small else 0
         fine = math.isfinite(most) and 0 < small <= large < math.inf and not self.probabilities
         first, last = _range(t) if t.numel() else (1.0, 1.0)
-        if not (fine and float(start.amin()) >= 0 and 1 <= first <= last < math.inf):
+        if not (fine and _range(start)[0] >= 0 and 1 <= first <= last < math.inf):
             self.validate(mdp, loss.detach(), start, weight.detach(), t.detach())
-        loss = loss.expand(*broadcast(loss.shape[:-2], t.shape), *loss.shape[-2:])
+        loss = loss.expand(*_batch_of(mdp, tensors), *loss.shape[-2:])
         plan = plan_softly(mdp, loss, weight, self.centred and not eps * most <= coarse, aim)
-        rounding = plan.rounding()
-        return (plan, rounding) if bool((rounding <= coarse).all()) else None
+        return plan if bool((plan.rounding() <= coarse).all()) else None
 
     def solve(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return q, v, the certificate; g, and the gaps and potential of the shaped loss."""
         loss, start, weight, price, t, *probabilities = tensors
         mdp = self.mdp.with_probabilities(*probabilities) if probabilities else self.mdp
         self.validate(mdp, loss, start, weight, t)
-        # The entropy may not depend on t, whose batch counts all the same.
-        batches = (loss.shape[:-2], start.shape[:-2], weight.shape[:-1], price.shape[:-1], t.shape)
-        batch = broadcast(*batches, mdp.batch_shape)
+        batch = _batch_of(mdp, tensors)
         entropy = Entropy(weight.expand(*batch, -1), price.expand(*batch, 1))
         shaped = shape_finely(mdp, loss.expand(*batch, *loss.shape[-2:]))
         guess = start.sum(-1).clamp(min=torch.finfo(loss.dtype).tiny).log()
         guess = guess.expand_as(shaped.value)
         if self.closed:
             plan = plan_softly(mdp, shaped.gaps, entropy.weight)
-            flow = plan.flow_error()
-            dual = plan.rounding() + rounding_error(shaped, plan.q, entropy.weight)
-            good = torch.maximum(flow, dual) <= self.options.tolerance_in(loss.dtype)
-            status = torch.where(good, Status.CONVERGED, Status.STALLED).to(flow)
-            marks = (status, torch.ones_like(flow), torch.zeros_like(flow), flow, dual)
-            solution = Solution(plan.q, plan.value, torch.stack(marks, -1))
+            error = rounding_error(shaped, plan.q, entropy.weight)
+            solution = plan.certify(self.options.tolerance_in(loss.dtype), error)
         else:
             guess, solution = settle(mdp, shaped, entropy, guess, self.options)
         shift = shaped.value + potential(mdp, shaped.constants)
@@ -513,6 +506,13 @@ class Entropic:
         return poison(
             outputs, push_forward(lambda *given: self._replay(outputs, given), moving, dots)
         )
+
+
+def _batch_of(mdp: LayeredMDP, tensors: Sequence[Tensor]) -> torch.Size:
+    """Return the batch shape; that of t and of the start counts although nothing depends on it."""
+    loss, start, weight, price, t, *_ = tensors
+    tables = loss.shape[:-2], start.shape[:-2], weight.shape[:-1], price.shape[:-1]
+    return broadcast(*tables, t.shape, mdp.batch_shape)
 
 
 def _range(x: Tensor) -> tuple[float, float]:

@@ -167,10 +167,8 @@ def solve_in_graph(
     return _solve_outside(step, loss, t, warm_start=warm_start, **named)
 
 
-@outside_graphs
-def _solve_outside(step: FTRLStep, loss: Tensor, t: Any, **given: Any) -> Solution:
-    """Solve a step between two graphs, as without torch.compile."""
-    return step.solve(loss, t, **given)
+#: Solve a step between two graphs, as without torch.compile.
+_solve_outside = outside_graphs(lambda step, *given, **named: step.solve(*given, **named))
 
 
 def step_of(name: str) -> FTRLStep:
@@ -204,8 +202,8 @@ def _solve(
 def as_operator(
     schema: str,
     fake: Callable[..., Any],
-    backward: Callable[..., Any],
-    setup: Callable[..., None] | None,
+    backward: Callable[..., Any] | None = None,
+    setup: Callable[..., None] | None = None,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Make a function an operator of torch, with empty results, and a derivative and its setup.
 
@@ -217,7 +215,8 @@ def as_operator(
         library.define(schema)
         library.impl(function.__name__, function, "CompositeExplicitAutograd")
         torch.library.register_fake(name, fake, lib=library)
-        torch.library.register_autograd(name, backward, setup_context=setup, lib=library)
+        if backward is not None:
+            torch.library.register_autograd(name, backward, setup_context=setup, lib=library)
         return getattr(torch.ops.torch_occ, function.__name__).default
 
     return make
@@ -307,7 +306,6 @@ def _refuse_second(ctx: Any, *bars: Any) -> None:
     "Tensor[] parameters, Tensor[] budgets, bool more) -> Tensor[]",
     _empty_bars,
     _refuse_second,
-    None,
 )
 def pull_back_step(
     name: str,

@@ -352,13 +352,11 @@ def solve_setting(
         tensors = setting.align(rank, -loss, start)
         return Solution(*ImplicitSolution.apply(Stationarity(setting, options, check), *tensors))
     equation, arguments = entropic_equation(setting, options, loss, start, rank, check)
-    found = equation.plan(*arguments) if equation.closed and not inside_transform() else None
-    if found is not None:
-        plan, dual = found
-        zero, flow = torch.zeros_like(dual), plan.flow_error()
-        marks = torch.stack((zero, zero + 1, zero, flow, dual), -1)
-        if bool((flow <= options.tolerance_in(flow.dtype)).all()):
-            return Solution(*plan[:2], marks)
+    plan = equation.plan(*arguments) if equation.closed and not inside_transform() else None
+    if plan is not None:
+        found = plan.certify(options.tolerance_in(loss.dtype))
+        if found.all_converged:
+            return found
     return Solution(*ImplicitSolution.apply(equation, *arguments)[:3])
 
 
