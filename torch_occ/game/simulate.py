@@ -26,7 +26,7 @@ from torch_occ.game.estimators import Feedback
 from torch_occ.game.history import History, LearnerComparison, comparator
 from torch_occ.game.learners import FTRL, Learner
 from torch_occ.game.losses import LossProcess, check_noise, mean_square, second_moments
-from torch_occ.mdp.checks import check_that, check_type, integers, whole
+from torch_occ.mdp.checks import check_kind, check_that, check_type, integers, whole
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.layers import invert
 from torch_occ.mdp.occupancy import interior_point, occupancy, policy_of
