@@ -66,7 +66,9 @@ LIFT = 12  # a constant of the layer that is left out of the gradient, at its fi
 CURVES = 13  # 1 where psi is convex, 0 where it is convex only at constant q(s), -1 elsewhere
 FITTED = 14  # the multipliers of the last Newton step
 SHARE = 15  # 1 / TOTAL
-STATE_ROWS = 16
+STEEP = 16  # 1 if Yhat K is close to one in some state of the layer, at its first state
+GUESS = 17  # the multipliers that an inexact solve starts from
+STATE_ROWS = 18
 
 
 # Entries of `work.notes`.
@@ -299,7 +301,7 @@ class Work(NamedTuple):
     pairs: Floats  # (PAIR_ROWS, S * A)
     states: Floats  # (STATE_ROWS, S); CONJUGATE_ROWS more if transitions are sparse
     moves: Floats  # (widest, S), P_p transposed
-    gain: Floats  # (S, widest), the rows of Yhat
+    gain: Floats  # (S, 2 * widest), the rows of Yhat, and the columns g of `observe_layer`
     centred: Floats  # (2 * widest, widest * A), centred transitions of a layer
     squares: Floats  # (2 * widest, widest), matrices of a layer
     # (S + 4 w, 2 w + 1), w the widest layer, for torch_occ.engine.entropic; empty if w > SQUARE.
@@ -313,7 +315,7 @@ class Work(NamedTuple):
 NARROW, MANY = 24, 100_000
 
 #: Additional rows of `work.states` for torch_occ.engine.linear.
-CONJUGATE_ROWS = 10
+CONJUGATE_ROWS = 9
 
 
 def make_work(model: Model, new: Callable[..., Any] = lambda *shape: np.zeros(shape)) -> Work:
@@ -329,7 +331,7 @@ def make_work(model: Model, new: Callable[..., Any] = lambda *shape: np.zeros(sh
         new(PAIR_ROWS, num_pairs),
         new(STATE_ROWS + (CONJUGATE_ROWS if sparse else 0), num_states),
         new(widest, num_states),
-        new(num_states, widest),
+        new(num_states, 2 * widest),
         new(2 * widest, widest * model.num_actions),
         new(2 * widest, widest),
         np.zeros((num_states + 4 * width, 2 * width + 1) if width <= SQUARE else (0, 0)),

@@ -31,6 +31,10 @@ from torch_occ.engine.layout import (
 )
 
 
+#: Where kappa Y is larger, `solve_dense` does not subtract Yhat K from I.
+LARGE = 1e4
+
+
 @routine(any_order=True)
 def factorize_dense(model: Model, refresh: Any, work: Work) -> None:
     """Compute (R, p, kappa) of every state from d, w and c, then the gains layer by layer.
@@ -167,8 +171,17 @@ def observe_layer(here: int, width: int, refresh: Any, work: Work) -> None:
     K is diagonal, so this is done for one state m after the other: Y becomes
     Y - kappa y y' / (1 + kappa y_m), where y is column m of Y. That is y / (1 + kappa y_m) in
     column m itself. Only the lower half of Y is kept.
+
+    This is Y - g y' with g = kappa y / (1 + kappa y_m), so (I + Y K)^-1 is the product of all
+    I - g e_m'. Where kappa y_m is huge, it has digits that I - Yhat K has not: then g is kept, with
+    1 - g_m in place of g_m.
     """
     Y, column = work.squares, len(work.moves)  # the row of `squares` with a copy of y
+    largest = 0.0
+    for m in range(width):
+        largest = max(largest, work.states[at.KAPPA, unsigned(here + m)] * Y[m, m])
+    steep = where(largest > LARGE, 1.0, 0.0)
+    work.states[at.STEEP, here] = where(refresh, steep, work.states[at.STEEP, here])
     for m in range(width):
         kappa = work.states[at.KAPPA, unsigned(here + m)]
         left = 1.0 / (1.0 + kappa * Y[m, m])
@@ -176,6 +189,9 @@ def observe_layer(here: int, width: int, refresh: Any, work: Work) -> None:
             Y[column, i] = Y[i, m] if i > m else Y[m, i]
         for i in range(width):
             change = kappa * left * Y[column, i]
+            if anywhere(steep > 0.0):
+                g, kept = left if i == m else change, work.gain[here + m, column + i]
+                work.gain[here + m, column + i] = where(refresh, g, kept)
             for j in range(i + 1):
                 Y[i, j] -= change * Y[column, j]
         for i in range(width):
@@ -223,7 +239,12 @@ def solve_dense(model: Model, source: Any, work: Work, start: Any = None) -> Non
     both p and R by the transitions: sum_a p_a P_a u + sum_a (R x)_a P_a = sum_a dq_a P_a.
     """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
-    layers = len(start) - 1
+    layers, steep = len(start) - 1, work.notes[at.USED] < 0.0
+    for k in range(layers):
+        steep = steep | (states[at.STEEP, start[k]] > 0.0)
+    guided = source is None and anywhere(steep)
+    if guided:
+        follow_guess(model, steep, work)
     load(states, at.M, source)
     for k in range(layers):
         here, behind = start[k], start[k + 1]
@@ -233,10 +254,14 @@ def solve_dense(model: Model, source: Any, work: Work, start: Any = None) -> Non
                 pairs, at.P, pairs, at.FORCE, s * num_actions, (s + 1) * num_actions
             )
         if k + 1 < layers:
+            steep = states[at.STEEP, here] > 0.0
+            if anywhere(steep):
+                pass_on(here, behind, num_actions, work)
             for s in span(here, behind):
                 passed = states[at.M, s]
                 for j in range(behind - here):
                     passed -= work.gain[s, j] * states[at.PULL, unsigned(here + j)]
+                passed = where(steep, states[at.U, s], passed)
                 for i in span(s * num_actions, (s + 1) * num_actions):
                     pairs[at.RESPONSE, i] += pairs[at.P, i] * passed
             if start[k + 2] - behind == 1 and model.conserved:
@@ -254,6 +279,8 @@ def solve_dense(model: Model, source: Any, work: Work, start: Any = None) -> Non
             for j in range(behind - here):
                 held += work.gain[s, j] * states[at.PULL, unsigned(here + j)]
             states[at.V, s] = states[at.PULL, s] - states[at.KAPPA, s] * held
+        if anywhere(states[at.STEEP, here] > 0.0):
+            hold_back(here, behind, work)
         for i in span(here * num_actions, behind * num_actions):
             pairs[at.AHEAD, i] = ahead(model.next_state, i, states, at.V, behind, after)
             pairs[at.FORCE, i] -= pairs[at.AHEAD, i]
@@ -269,6 +296,42 @@ def solve_dense(model: Model, source: Any, work: Work, start: Any = None) -> Non
                 states[at.U, behind] = mass(source, behind)
             else:
                 flow_on(model, k, at.DQ, at.U, True, work)
+    if guided:
+        for s in range(states.shape[1]):
+            states[at.V, s] += states[at.GUESS, s]
+
+
+@routine
+def pass_on(here: int, behind: int, num_actions: int, work: Work) -> None:
+    """Write (I + Y K)^-1 m + Yhat p'x of a layer into U, which is m - Yhat (kappa m - p'x)."""
+    pairs, states, columns = work.pairs, work.states, len(work.moves) - here
+    for s in range(here, behind):
+        states[at.U, s] = states[at.M, s]
+        states[at.V, s] = dot(
+            pairs, at.P, pairs, at.FORCE, s * num_actions, (s + 1) * num_actions
+        )
+    for m in range(here, behind):
+        own = states[at.U, m]
+        for s in range(here, behind):
+            states[at.U, s] -= own * work.gain[m, columns + s]
+        states[at.U, m] = own * work.gain[m, columns + m]
+    for s in range(here, behind):
+        for j in range(here, behind):
+            states[at.U, s] += work.gain[s, j - here] * states[at.V, j]
+
+
+@routine
+def hold_back(here: int, behind: int, work: Work) -> None:
+    """Write (I + K Y)^-1 PULL of a steep layer into V, which is PULL - K Yhat PULL."""
+    states, columns = work.states, len(work.moves) - here
+    steep = states[at.STEEP, here] > 0.0
+    for m in range(behind - 1, here - 1, -1):
+        total = 2.0 * work.gain[m, columns + m] * states[at.PULL, m]
+        for s in range(here, behind):
+            total -= work.gain[m, columns + s] * states[at.PULL, s]
+        states[at.PULL, m] = total
+    for s in range(here, behind):
+        states[at.V, s] = where(steep, states[at.PULL, s], states[at.V, s])
 
 
 @routine(inline=True)
@@ -352,13 +415,12 @@ def flow_on(model: Model, k: int, row: int, out: int, add: bool, work: Work) -> 
 ROOT = at.STATE_ROWS  # the square root of kappa
 SCALE = at.STATE_ROWS + 1  # errors are measured as |RESIDUAL * SCALE|
 MEAN = at.STATE_ROWS + 2  # p'x
-GUESS = at.STATE_ROWS + 3  # the multipliers that an inexact solve starts from
-Y = at.STATE_ROWS + 4  # the unknown of M y = b
-RESIDUAL = at.STATE_ROWS + 5  # b - M y
-DIRECTION = at.STATE_ROWS + 6  # the search direction
-Z = at.STATE_ROWS + 7  # the input of the sweeps; in `iterate` also M times the direction
-SOURCE = at.STATE_ROWS + 8  # r
-SOFTEST = at.STATE_ROWS + 9  # the number of the action of least curvature
+Y = at.STATE_ROWS + 3  # the unknown of M y = b
+RESIDUAL = at.STATE_ROWS + 4  # b - M y
+DIRECTION = at.STATE_ROWS + 5  # the search direction
+Z = at.STATE_ROWS + 6  # the input of the sweeps; in `iterate` also M times the direction
+SOURCE = at.STATE_ROWS + 7  # r
+SOFTEST = at.STATE_ROWS + 8  # the number of the action of least curvature
 START = at.M  # where an inexact solve starts du
 
 EPS = float(np.finfo(np.float64).eps)
@@ -391,7 +453,7 @@ def solve_sparse(model: Model, source: Any, work: Work, start: Any = None) -> No
     load(states, SOURCE, source)
     load(states, START, start)
     if inexact:
-        follow_guess(model, work)
+        follow_guess(model, True, work)
     for s in range(states.shape[1]):
         states[MEAN, s] = dot(pairs, at.P, pairs, at.FORCE, s * num_actions, (s + 1) * num_actions)
         states[Y, s] = states[ROOT, s] * states[START, s]
@@ -425,7 +487,7 @@ def solve_sparse(model: Model, source: Any, work: Work, start: Any = None) -> No
         for i in range(s * num_actions, (s + 1) * num_actions):
             change = pairs[at.P, i] * states[at.U, s] + pairs[at.RESPONSE, i]
             pairs[at.DQ, i] = where(failed, np.nan, change)
-        found = states[at.V, s] + (states[GUESS, s] if inexact else 0.0)
+        found = states[at.V, s] + (states[at.GUESS, s] if inexact else 0.0)
         states[at.V, s] = where(failed, np.nan, found)
 
 
@@ -469,16 +531,22 @@ def iterate(model: Model, goal: Any, wanted: Any, work: Work) -> None:
 
 
 @routine
-def follow_guess(model: Model, work: Work) -> None:
-    """Add E'v to x for the guess v in V, and move v to GUESS.
+def follow_guess(model: Model, wanted: Any, work: Work) -> None:
+    """Add E'v to x for the guess v in V where `wanted`, else zero, and copy v to GUESS.
 
     The solve then finds only the difference from the guess, which is small.
     """
-    pairs, states, num_actions = work.pairs, work.states, model.num_actions
+    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
     for s in range(states.shape[1]):
-        states[GUESS, s] = states[at.V, s]
-        for i in range(s * num_actions, (s + 1) * num_actions):
-            pairs[at.FORCE, i] += states[at.V, s] - ahead(model.next_state, i, states, at.V, 0, 0)
+        states[at.V, s] = where(wanted, states[at.V, s], 0.0)
+        states[at.GUESS, s] = states[at.V, s]
+    for k in range(len(start) - 1):
+        behind = start[k + 1]
+        after = start[k + 2] - behind if k + 2 < len(start) else 0
+        for s in range(start[k], behind):
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                expected = ahead(model.next_state, i, states, at.V, behind, after)
+                pairs[at.FORCE, i] += states[at.V, s] - expected
 
 
 @routine
