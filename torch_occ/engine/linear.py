@@ -307,9 +307,7 @@ def pass_on(here: int, behind: int, num_actions: int, work: Work) -> None:
     pairs, states, columns = work.pairs, work.states, len(work.moves) - here
     for s in range(here, behind):
         states[at.U, s] = states[at.M, s]
-        states[at.V, s] = dot(
-            pairs, at.P, pairs, at.FORCE, s * num_actions, (s + 1) * num_actions
-        )
+        states[at.V, s] = dot(pairs, at.P, pairs, at.FORCE, s * num_actions, (s + 1) * num_actions)
     for m in range(here, behind):
         own = states[at.U, m]
         for s in range(here, behind):

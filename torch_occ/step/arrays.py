@@ -30,9 +30,10 @@ from torch_occ.engine.psi import X_LOG_X
 from torch_occ.mdp.layered import LayeredMDP, remembered
 from torch_occ.mdp.layers import SparseLayer
 from torch_occ.regularizers.base import Composition, Regularizer, Weights
+from torch_occ.regularizers.derivatives import Evaluator
 from torch_occ.regularizers.terms import Weighted
 from torch_occ.step.newton import conserves_mass
-from torch_occ.step.ways import prefers_rows
+from torch_occ.step.ways import needs_factors, prefers_rows
 
 #: The shape of the pairs for numbers that are the same for all pairs.
 ONE = torch.Size((1, 1))
@@ -62,7 +63,8 @@ def table_of(mdp: LayeredMDP) -> Floats:
     """Return dense transitions of all layers, `(*batch, S * A, widest layer)`."""
     widest, batch = max(mdp.layer_sizes), mdp.batch_shape
     table = np.zeros((*batch, mdp.num_states, mdp.num_actions, widest))
-    for here, p in zip(mdp.layer_slices[:-1], mdp.transitions[:-1], strict=True):
+    for here, layer in zip(mdp.layer_slices[:-1], mdp.layers[:-1], strict=True):
+        p = layer.dense
         table[..., here, :, : p.shape[-1]] = p.detach().numpy()
     return table.reshape(*batch, -1, widest)
 
@@ -235,10 +237,11 @@ class MDPArrays:
 
     Args:
         mdp: supported, see `why_not_world`.
+        evaluator: of the regularizer.
     """
 
-    def __init__(self, mdp: LayeredMDP) -> None:
-        self.mdp, self.batch_shape = mdp, mdp.batch_shape
+    def __init__(self, mdp: LayeredMDP, evaluator: Evaluator) -> None:
+        self.mdp, self.batch_shape, self.evaluator = mdp, mdp.batch_shape, evaluator
         differentiated = carries_derivative(*mdp.probabilities)
         # The tensors that may be differentiated: none, or the probabilities.
         self.tensors: tuple[Tensor, ...] = mdp.probabilities if differentiated else ()
@@ -254,7 +257,7 @@ class MDPArrays:
     def model(self) -> Model:
         """The MDP as arrays; of a batch, the first one."""
         if not self.batch_shape:
-            return model_of(self.mdp)
+            return model_of(self.mdp, dense=needs_factors(self.mdp, self.evaluator))
         dims = (1, *(layer.event_dims for layer in self.mdp.layers))
         pairs = zip(self.mdp.probabilities, dims, strict=True)
         first = [p.detach().reshape(-1, *p.shape[p.dim() - dim :])[0] for p, dim in pairs]

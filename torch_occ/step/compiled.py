@@ -190,7 +190,7 @@ class CompiledStep:
 
     @cached_property
     def world(self) -> MDPArrays:
-        return MDPArrays(self.mdp)
+        return MDPArrays(self.mdp, self.evaluator)
 
     def __call__(
         self,
@@ -383,14 +383,14 @@ class CompiledStep:
             mdp = self.mdp
             if not self.world.tensors:  # they were changed in place
                 check_probabilities(mdp)
-                self.world = MDPArrays(mdp)
+                self.world = MDPArrays(mdp, self.evaluator)
                 return self.world
         # The user may have changed tensors that are differentiated, so they are read again.
         check_layout(mdp, self.mdp)
         if mdp.is_sparse or why_not_world(mdp) is not None or not pays_off(mdp):
             return None
         check_probabilities(mdp)
-        return MDPArrays(mdp)
+        return MDPArrays(mdp, self.evaluator)
 
     def _complain(self, world: MDPArrays, loss: Tensor, t: Tensor | float, start: Tensor) -> None:
         """Raise the error of the torch path if an argument is wrong, else return."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import later
-from torch_occ._support.constants import FORCING, MAX_ITERATIONS, NOISE, RESTARTS
+from torch_occ._support.constants import FORCING, MAX_ITERATIONS, NOISE, RESTARTS, SQUARE
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import DenseFlow, Flow, LayeredFlow, join
@@ -316,8 +316,8 @@ class Factorization(Protocol):
     def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (dq, v) for right-hand sides x `(*batch, S, A)` and r `(*batch, S)`.
 
-        With a guess of v from the last Newton step, an iterative solver starts there, and stops
-        when the error is small compared with the first one. The others ignore it.
+        With a guess of v from the last Newton step, rounding errors are relative to the distance
+        from it, and an iterative solver stops when the error is small compared with the first one.
         """
         ...
 
@@ -332,9 +332,20 @@ def factorize(hessian: Hessian, flow: Flow, q: Tensor, *, exact: bool = False) -
     states = SeparableStates(hessian) if isinstance(hessian, Separable) else GeneralStates(hessian)
     if isinstance(flow, DenseFlow):
         return DenseFactorization(states, flow)
-    if prefers_iterations(flow.mdp, q.shape[:-2].numel(), exact):
+    if prefers_iterations(flow.mdp, q.shape[:-2].numel(), exact) and not _is_steep(states, flow):
         return ConjugateGradients(states, flow, q.sum(-1))
     return LayeredFactorization(states, flow)
+
+
+def _is_steep(states: States, flow: LayeredFlow) -> bool:
+    """Return whether terms of q(s) dominate: conjugate gradients would need many iterations."""
+    if isinstance(states, GeneralStates) or max(flow.mdp.layer_sizes) > SQUARE:
+        return False
+    return bool((states.parts[0] * states.total > STEEP).any())
+
+
+#: The largest curvature of terms of q(s), relative to the others, for conjugate gradients.
+STEEP = 1e3
 
 
 def is_convex(hessian: Hessian, mdp: LayeredMDP) -> Tensor:
@@ -389,40 +400,54 @@ class LayeredFactorization:
     def __init__(self, states: States, flow: LayeredFlow) -> None:
         self.states, self.flow = states, flow
         sizes = flow.mdp.layer_slices
-        self.kappas = flow.mdp.split(states.kappa, -1)
+        least = torch.finfo(states.kappa.dtype).tiny ** 0.5
+        self.roots = flow.mdp.split(states.kappa.clamp(min=least).sqrt(), -1)
         self.means = flow.mdp.split(states.p, -2)
         self.steps: list[Tensor] = []  # P_p of layer k, (*batch, S_k, S_{k+1})
-        self.gains: list[Tensor] = []  # Yhat_k, (*batch, S_k, S_k)
+        self.reached: list[Tensor] = []  # Y_k, (*batch, S_k, S_k)
+        self.factors: list[Tensor] = []  # of I + K_k^(1/2) Y_k K_k^(1/2)
         Y = states.p.new_zeros(sizes[0].stop, sizes[0].stop)
+        gain = Y
         for k in range(flow.mdp.horizon):
             if k:
                 kernel, policy = flow.layers[k - 1].dense, self.means[k - 1]
                 self.steps.append((policy.unsqueeze(-2) @ kernel).squeeze(-2))
-                carried = self.steps[-1].mT @ self.gains[-1] @ self.steps[-1]
+                carried = self.steps[-1].mT @ gain @ self.steps[-1]
                 Y = states.covariance(kernel, sizes[k - 1]) + carried
-            self.gains.append(_filter(Y, self.kappas[k]))
+            self.reached.append(Y)
+            gain, factor = _filter(Y, self.roots[k])
+            self.factors.append(factor)
 
     def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
         states, flow, split = self.states, self.flow, self.flow.mdp.split
+        if guess is not None:
+            x = x + (guess.unsqueeze(-1) - flow.lookahead(guess))
         means = split((states.p * x).sum(-1), -1)
         arrivals = split(r + flow.inflow(states.respond(x)), -1)
         pull = []  # v_k from the layers up to k, without the later ones
         m = arrivals[0]
-        for k, (kappa, gain, mean) in enumerate(zip(self.kappas, self.gains, means, strict=True)):
-            pull.append(kappa * m - mean)
+        # m - Yhat (kappa m - mean) = (I + Y K)^-1 (m + Y mean), and y - K Yhat y = (I + K Y)^-1 y.
+        # The right-hand sides have all digits where K Y is huge.
+        for k, (root, mean) in enumerate(zip(self.roots, means, strict=True)):
+            pull.append(root * root * m - mean)
             if k + 1 < len(means):
-                m = arrivals[k + 1] + matvec(self.steps[k].mT, m - matvec(gain, pull[k]))
+                passed = self._damp(k, root * (m + matvec(self.reached[k], mean))) / root
+                m = arrivals[k + 1] + matvec(self.steps[k].mT, passed)
         values: list[Tensor] = []
         for k in reversed(range(len(means))):
             y = pull[k] + matvec(self.steps[k], values[0]) if values else pull[k]
-            values.insert(0, y - self.kappas[k] * matvec(self.gains[k], y))
+            values.insert(0, self.roots[k] * self._damp(k, y / self.roots[k]))
         v = torch.cat(values, -1)
         within = states.respond(x - flow.lookahead(v))
         sources = split(r + flow.inflow(within), -1)
         du = [sources[0]]
         for k, step in enumerate(self.steps):
             du.append(sources[k + 1] + matvec(step.mT, du[k]))
-        return states.p * torch.cat(du, -1).unsqueeze(-1) + within, v
+        dq = states.p * torch.cat(du, -1).unsqueeze(-1) + within
+        return dq, v if guess is None else v + guess
+
+    def _damp(self, k: int, x: Tensor) -> Tensor:
+        return torch.cholesky_solve(x.unsqueeze(-1), self.factors[k]).squeeze(-1)
 
 
 class FullFactorization:
@@ -474,11 +499,10 @@ def matvec(matrix: Tensor, x: Tensor) -> Tensor:
     return (matrix @ x.unsqueeze(-1)).squeeze(-1)
 
 
-def _filter(Y: Tensor, kappa: Tensor) -> Tensor:
-    """Return (Y^-1 + K)^-1 for Y >= 0 and K = diag(kappa) >= 0; both may be singular."""
-    root = kappa.sqrt()
+def _filter(Y: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (Y^-1 + K)^-1 for Y >= 0, which may be singular, and K = diag(root)^2, and L."""
     half = root.unsqueeze(-1) * Y  # K^(1/2) Y
     identity = torch.eye(Y.shape[-1], dtype=Y.dtype, device=Y.device)
     L = torch.linalg.cholesky_ex(identity + half * root.unsqueeze(-2)).L
     explained = torch.linalg.solve_triangular(L, half, upper=False)
-    return Y - explained.mT @ explained
+    return Y - explained.mT @ explained, L

@@ -3,7 +3,7 @@
 | question | rule |
 |---|---|
 | the engine or torch? | `why_not` (a step), `why_not_game` (a game), then `pays_off` |
-| dense or sparse transitions in the engine? | `prefers_rows` |
+| dense or sparse transitions in the engine? | `needs_factors`, then `prefers_rows` |
 | in logarithms? | `solves_in_logs` |
 | a factorization or conjugate gradients in torch? | `prefers_iterations` |
 
@@ -52,6 +52,8 @@ def why_not_game(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
 #: The widest dense layer for which the engine is faster than BLAS on the torch path. Measured with
 #: 2 to 10 layers and actions, one thread.
 WIDEST = 150
+#: The largest table of transitions that is made from sparse ones.
+LARGEST = 1e7
 
 
 def pays_off(mdp: LayeredMDP) -> bool:
@@ -80,6 +82,17 @@ def why_not_world(mdp: LayeredMDP) -> str | None:
                 f"this one has {max(mdp.layer_sizes)}"
             )
     return why_not_model(mdp, batch=True)
+
+
+def needs_factors(mdp: LayeredMDP, evaluator: Evaluator) -> bool:
+    """Return whether conjugate gradients might need very many iterations in the engine.
+
+    With terms of q(s), there is no bound on the eigenvalues. Large tables are not made.
+    """
+    widest, terms = max(mdp.layer_sizes), evaluator.composition.terms
+    if evaluator.in_logs or widest > WIDEST or mdp.num_pairs * widest > LARGEST:
+        return False
+    return any(term.argument == "state" for term in terms)
 
 
 def prefers_rows(mdp: LayeredMDP) -> bool:
