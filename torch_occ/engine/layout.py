@@ -66,9 +66,8 @@ LIFT = 12  # a constant of the layer that is left out of the gradient, at its fi
 CURVES = 13  # 1 where psi is convex, 0 where it is convex only at constant q(s), -1 elsewhere
 FITTED = 14  # the multipliers of the last Newton step
 SHARE = 15  # 1 / TOTAL
-STEEP = 16  # 1 if Yhat K is close to one in some state of the layer, at its first state
-GUESS = 17  # the multipliers that an inexact solve starts from
-STATE_ROWS = 18
+GUESS = 16  # the multipliers that a solve starts from
+STATE_ROWS = 17
 
 
 # Entries of `work.notes`.
@@ -77,6 +76,7 @@ RECENT = 1  # the largest relative change of q in the first Newton steps of rece
 GUESSED = 2  # 1 if there is a guess for torch_occ.engine.entropic
 USED = 3  # 1 if the lane is in use
 ROOTED = 4  # 1 if the rows ROOT belong to q, unless the error is infinite
+STEEP = 5  # the largest kappa times Y in the factors
 
 
 # -- compiling -------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class Work(NamedTuple):
     # (S + 4 w, 2 w + 1), w the widest layer, for torch_occ.engine.entropic; empty if w > SQUARE.
     # Lanes use it one after the other.
     jacobian: Shared
-    notes: Floats  # (5,), by the entries above
+    notes: Floats  # (6,), by the entries above
 
 
 #: The largest dense layer of an MDP whose problems are solved in lanes, and the largest number of
@@ -335,7 +335,7 @@ def make_work(model: Model, new: Callable[..., Any] = lambda *shape: np.zeros(sh
         new(2 * widest, widest * model.num_actions),
         new(2 * widest, widest),
         np.zeros((num_states + 4 * width, 2 * width + 1) if width <= SQUARE else (0, 0)),
-        new(5),
+        new(6),
     )
     work.notes[ERROR], work.notes[USED] = np.inf, 1.0
     return work

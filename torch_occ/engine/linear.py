@@ -30,8 +30,7 @@ from torch_occ.engine.layout import (
     unsigned,
 )
 
-
-#: Where kappa Y is larger, `solve_dense` does not subtract Yhat K from I.
+#: If kappa Y is larger somewhere, a dense solve starts from a guess, and uses g in `observe_layer`.
 LARGE = 1e4
 
 
@@ -42,17 +41,19 @@ def factorize_dense(model: Model, refresh: Any, work: Work) -> None:
     `refresh` says in which lanes; the others keep their factors. Overwrites TRIAL.
     """
     start = model.start
+    work.notes[at.STEEP] = where(refresh, 0.0, work.notes[at.STEEP])
     reduce_states(model, 0, start[1], refresh, work)
     for s in range(start[1]):
         for j in range(start[1]):
             work.gain[s, j] = 0.0  # q(s) is fixed in the first layer
+            work.gain[s, unsigned(len(work.moves) + j)] = 1.0 if s == j else 0.0
     for k in range(1, len(start) - 1):
         here, width = start[k], start[k + 1] - start[k]
         reduce_states(model, here, here + width, refresh, work)
         center_layer(model.num_actions, model.arrivals, start[k - 1], here, width, refresh, work)
         if width == 1 and model.conserved:
             # All mass goes to this state, whatever the policy. A sum would leave rounding errors.
-            work.gain[here, 0] = 0.0
+            work.gain[here, 0], work.gain[here, len(work.moves)] = 0.0, 1.0
         else:
             reach_layer(start[k - 1], here, width, model.num_actions, work)
             observe_layer(here, width, refresh, work)
@@ -172,26 +173,21 @@ def observe_layer(here: int, width: int, refresh: Any, work: Work) -> None:
     Y - kappa y y' / (1 + kappa y_m), where y is column m of Y. That is y / (1 + kappa y_m) in
     column m itself. Only the lower half of Y is kept.
 
-    This is Y - g y' with g = kappa y / (1 + kappa y_m), so (I + Y K)^-1 is the product of all
-    I - g e_m'. Where kappa y_m is huge, it has digits that I - Yhat K has not: then g is kept, with
-    1 - g_m in place of g_m.
+    This is Y - g y' with g = kappa y / (1 + kappa y_m). So (I + Y K)^-1 is a product of I - g e_m',
+    which has all digits where I - Yhat K has none. `gain` keeps g, with 1 - g_m in place of g_m.
     """
     Y, column = work.squares, len(work.moves)  # the row of `squares` with a copy of y
-    largest = 0.0
-    for m in range(width):
-        largest = max(largest, work.states[at.KAPPA, unsigned(here + m)] * Y[m, m])
-    steep = where(largest > LARGE, 1.0, 0.0)
-    work.states[at.STEEP, here] = where(refresh, steep, work.states[at.STEEP, here])
     for m in range(width):
         kappa = work.states[at.KAPPA, unsigned(here + m)]
+        steepest = max(work.notes[at.STEEP], kappa * Y[m, m])
+        work.notes[at.STEEP] = where(refresh, steepest, work.notes[at.STEEP])
         left = 1.0 / (1.0 + kappa * Y[m, m])
         for i in range(width):
             Y[column, i] = Y[i, m] if i > m else Y[m, i]
+            g, kept = kappa * left * Y[column, i], work.gain[here + m, unsigned(column + i)]
+            work.gain[here + m, unsigned(column + i)] = where(refresh, left if i == m else g, kept)
         for i in range(width):
             change = kappa * left * Y[column, i]
-            if anywhere(steep > 0.0):
-                g, kept = left if i == m else change, work.gain[here + m, column + i]
-                work.gain[here + m, column + i] = where(refresh, g, kept)
             for j in range(i + 1):
                 Y[i, j] -= change * Y[column, j]
         for i in range(width):
@@ -239,9 +235,7 @@ def solve_dense(model: Model, source: Any, work: Work, start: Any = None) -> Non
     both p and R by the transitions: sum_a p_a P_a u + sum_a (R x)_a P_a = sum_a dq_a P_a.
     """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
-    layers, steep = len(start) - 1, work.notes[at.USED] < 0.0
-    for k in range(layers):
-        steep = steep | (states[at.STEEP, start[k]] > 0.0)
+    layers, steep = len(start) - 1, work.notes[at.STEEP] > LARGE
     guided = source is None and anywhere(steep)
     if guided:
         follow_guess(model, steep, work)
@@ -254,14 +248,10 @@ def solve_dense(model: Model, source: Any, work: Work, start: Any = None) -> Non
                 pairs, at.P, pairs, at.FORCE, s * num_actions, (s + 1) * num_actions
             )
         if k + 1 < layers:
-            steep = states[at.STEEP, here] > 0.0
-            if anywhere(steep):
-                pass_on(here, behind, num_actions, work)
             for s in span(here, behind):
                 passed = states[at.M, s]
                 for j in range(behind - here):
                     passed -= work.gain[s, j] * states[at.PULL, unsigned(here + j)]
-                passed = where(steep, states[at.U, s], passed)
                 for i in span(s * num_actions, (s + 1) * num_actions):
                     pairs[at.RESPONSE, i] += pairs[at.P, i] * passed
             if start[k + 2] - behind == 1 and model.conserved:
@@ -279,8 +269,8 @@ def solve_dense(model: Model, source: Any, work: Work, start: Any = None) -> Non
             for j in range(behind - here):
                 held += work.gain[s, j] * states[at.PULL, unsigned(here + j)]
             states[at.V, s] = states[at.PULL, s] - states[at.KAPPA, s] * held
-        if anywhere(states[at.STEEP, here] > 0.0):
-            hold_back(here, behind, work)
+        if anywhere(steep):
+            hold_back(here, behind, steep, work)
         for i in span(here * num_actions, behind * num_actions):
             pairs[at.AHEAD, i] = ahead(model.next_state, i, states, at.V, behind, after)
             pairs[at.FORCE, i] -= pairs[at.AHEAD, i]
@@ -301,35 +291,16 @@ def solve_dense(model: Model, source: Any, work: Work, start: Any = None) -> Non
             states[at.V, s] += states[at.GUESS, s]
 
 
-@routine
-def pass_on(here: int, behind: int, num_actions: int, work: Work) -> None:
-    """Write (I + Y K)^-1 m + Yhat p'x of a layer into U, which is m - Yhat (kappa m - p'x)."""
-    pairs, states, columns = work.pairs, work.states, len(work.moves) - here
-    for s in range(here, behind):
-        states[at.U, s] = states[at.M, s]
-        states[at.V, s] = dot(pairs, at.P, pairs, at.FORCE, s * num_actions, (s + 1) * num_actions)
-    for m in range(here, behind):
-        own = states[at.U, m]
-        for s in range(here, behind):
-            states[at.U, s] -= own * work.gain[m, columns + s]
-        states[at.U, m] = own * work.gain[m, columns + m]
-    for s in range(here, behind):
-        for j in range(here, behind):
-            states[at.U, s] += work.gain[s, j - here] * states[at.V, j]
-
-
-@routine
-def hold_back(here: int, behind: int, work: Work) -> None:
-    """Write (I + K Y)^-1 PULL of a steep layer into V, which is PULL - K Yhat PULL."""
-    states, columns = work.states, len(work.moves) - here
-    steep = states[at.STEEP, here] > 0.0
-    for m in range(behind - 1, here - 1, -1):
-        total = 2.0 * work.gain[m, columns + m] * states[at.PULL, m]
-        for s in range(here, behind):
-            total -= work.gain[m, columns + s] * states[at.PULL, s]
-        states[at.PULL, m] = total
-    for s in range(here, behind):
-        states[at.V, s] = where(steep, states[at.PULL, s], states[at.V, s])
+@routine(any_order=True)
+def hold_back(here: int, behind: int, wanted: Any, work: Work) -> None:
+    """Write (I + K Y)^-1 PULL of a layer into V where `wanted`; see `observe_layer`."""
+    states, width, widest = work.states, behind - here, len(work.moves)
+    for m in range(width - 1, -1, -1):
+        pull = 2.0 * work.gain[here + m, widest + m] * states[at.PULL, here + m]
+        for i in range(width):
+            pull -= work.gain[here + m, widest + i] * states[at.PULL, here + i]
+        states[at.PULL, here + m] = pull
+        states[at.V, here + m] = where(wanted, pull, states[at.V, here + m])
 
 
 @routine(inline=True)
@@ -530,21 +501,19 @@ def iterate(model: Model, goal: Any, wanted: Any, work: Work) -> None:
 
 @routine
 def follow_guess(model: Model, wanted: Any, work: Work) -> None:
-    """Add E'v to x for the guess v in V where `wanted`, else zero, and copy v to GUESS.
+    """Add E'v to x for the guess v in V, and move v to GUESS; zero where not `wanted`.
 
     The solve then finds only the difference from the guess, which is small.
     """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
-    for s in range(states.shape[1]):
-        states[at.V, s] = where(wanted, states[at.V, s], 0.0)
-        states[at.GUESS, s] = states[at.V, s]
-    for k in range(len(start) - 1):
+    for k in range(len(start) - 2, -1, -1):
         behind = start[k + 1]
         after = start[k + 2] - behind if k + 2 < len(start) else 0
         for s in range(start[k], behind):
+            states[at.GUESS, s] = where(wanted, states[at.V, s], 0.0)
             for i in range(s * num_actions, (s + 1) * num_actions):
-                expected = ahead(model.next_state, i, states, at.V, behind, after)
-                pairs[at.FORCE, i] += states[at.V, s] - expected
+                expected = ahead(model.next_state, i, states, at.GUESS, behind, after)
+                pairs[at.FORCE, i] += states[at.GUESS, s] - expected
 
 
 @routine

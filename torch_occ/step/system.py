@@ -310,14 +310,18 @@ def _largest(residual: Tensor, unit: Tensor) -> Tensor:
 #     Yhat_k = (Y_k^-1 + K_k)^-1,        Y_{k+1} = Q_{k+1} + P_p' Yhat_k P_p.
 
 
+#: The largest curvature of terms of q(s), relative to the others, for conjugate gradients.
+STEEP = 1e3
+
+
 class Factorization(Protocol):
     """A factored system, which solves for many right-hand sides."""
 
     def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (dq, v) for right-hand sides x `(*batch, S, A)` and r `(*batch, S)`.
 
-        With a guess of v from the last Newton step, rounding errors are relative to the distance
-        from it, and an iterative solver stops when the error is small compared with the first one.
+        With a guess of v from the last Newton step, layered solvers start there. An iterative one
+        stops when the error is small compared with the first one.
         """
         ...
 
@@ -332,20 +336,13 @@ def factorize(hessian: Hessian, flow: Flow, q: Tensor, *, exact: bool = False) -
     states = SeparableStates(hessian) if isinstance(hessian, Separable) else GeneralStates(hessian)
     if isinstance(flow, DenseFlow):
         return DenseFactorization(states, flow)
-    if prefers_iterations(flow.mdp, q.shape[:-2].numel(), exact) and not _is_steep(states, flow):
+    # Where terms of q(s) dominate, conjugate gradients would need hundreds of iterations.
+    steep = False
+    if isinstance(states, SeparableStates) and max(flow.mdp.layer_sizes) <= SQUARE:
+        steep = bool((states.parts[0] * states.total > STEEP).any())
+    if not steep and prefers_iterations(flow.mdp, q.shape[:-2].numel(), exact):
         return ConjugateGradients(states, flow, q.sum(-1))
     return LayeredFactorization(states, flow)
-
-
-def _is_steep(states: States, flow: LayeredFlow) -> bool:
-    """Return whether terms of q(s) dominate: conjugate gradients would need many iterations."""
-    if isinstance(states, GeneralStates) or max(flow.mdp.layer_sizes) > SQUARE:
-        return False
-    return bool((states.parts[0] * states.total > STEEP).any())
-
-
-#: The largest curvature of terms of q(s), relative to the others, for conjugate gradients.
-STEEP = 1e3
 
 
 def is_convex(hessian: Hessian, mdp: LayeredMDP) -> Tensor:
@@ -399,24 +396,26 @@ class LayeredFactorization:
 
     def __init__(self, states: States, flow: LayeredFlow) -> None:
         self.states, self.flow = states, flow
-        sizes = flow.mdp.layer_slices
-        least = torch.finfo(states.kappa.dtype).tiny ** 0.5
+        sizes, least = flow.mdp.layer_slices, torch.finfo(states.kappa.dtype).tiny ** 0.5
         self.roots = flow.mdp.split(states.kappa.clamp(min=least).sqrt(), -1)
+        self.kappas = flow.mdp.split(states.kappa, -1)
         self.means = flow.mdp.split(states.p, -2)
         self.steps: list[Tensor] = []  # P_p of layer k, (*batch, S_k, S_{k+1})
-        self.reached: list[Tensor] = []  # Y_k, (*batch, S_k, S_k)
-        self.factors: list[Tensor] = []  # of I + K_k^(1/2) Y_k K_k^(1/2)
+        self.gains: list[Tensor] = []  # Yhat_k, (*batch, S_k, S_k)
+        self.factors: list[Tensor] = []  # L L' = I + K^(1/2) Y_k K^(1/2)
         Y = states.p.new_zeros(sizes[0].stop, sizes[0].stop)
-        gain = Y
         for k in range(flow.mdp.horizon):
             if k:
                 kernel, policy = flow.layers[k - 1].dense, self.means[k - 1]
                 self.steps.append((policy.unsqueeze(-2) @ kernel).squeeze(-2))
-                carried = self.steps[-1].mT @ gain @ self.steps[-1]
+                carried = self.steps[-1].mT @ self.gains[-1] @ self.steps[-1]
                 Y = states.covariance(kernel, sizes[k - 1]) + carried
-            self.reached.append(Y)
-            gain, factor = _filter(Y, self.roots[k])
-            self.factors.append(factor)
+            half = self.roots[k].unsqueeze(-1) * Y  # K^(1/2) Y
+            identity = torch.eye(Y.shape[-1], dtype=Y.dtype, device=Y.device)
+            L = torch.linalg.cholesky_ex(identity + half * self.roots[k].unsqueeze(-2)).L
+            explained = torch.linalg.solve_triangular(L, half, upper=False)
+            self.gains.append(Y - explained.mT @ explained)
+            self.factors.append(L)
 
     def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
         states, flow, split = self.states, self.flow, self.flow.mdp.split
@@ -426,17 +425,17 @@ class LayeredFactorization:
         arrivals = split(r + flow.inflow(states.respond(x)), -1)
         pull = []  # v_k from the layers up to k, without the later ones
         m = arrivals[0]
-        # m - Yhat (kappa m - mean) = (I + Y K)^-1 (m + Y mean), and y - K Yhat y = (I + K Y)^-1 y.
-        # The right-hand sides have all digits where K Y is huge.
-        for k, (root, mean) in enumerate(zip(self.roots, means, strict=True)):
-            pull.append(root * root * m - mean)
+        for k, (kappa, gain, mean) in enumerate(zip(self.kappas, self.gains, means, strict=True)):
+            pull.append(kappa * m - mean)
             if k + 1 < len(means):
-                passed = self._damp(k, root * (m + matvec(self.reached[k], mean))) / root
-                m = arrivals[k + 1] + matvec(self.steps[k].mT, passed)
+                m = arrivals[k + 1] + matvec(self.steps[k].mT, m - matvec(gain, pull[k]))
         values: list[Tensor] = []
         for k in reversed(range(len(means))):
             y = pull[k] + matvec(self.steps[k], values[0]) if values else pull[k]
-            values.insert(0, self.roots[k] * self._damp(k, y / self.roots[k]))
+            # (I + K Y)^-1 y; as y - K Yhat y, it would have no digits for huge K Y.
+            scaled = (y / self.roots[k]).unsqueeze(-1)
+            damped = torch.cholesky_solve(scaled, self.factors[k]).squeeze(-1)
+            values.insert(0, self.roots[k] * damped)
         v = torch.cat(values, -1)
         within = states.respond(x - flow.lookahead(v))
         sources = split(r + flow.inflow(within), -1)
@@ -445,9 +444,6 @@ class LayeredFactorization:
             du.append(sources[k + 1] + matvec(step.mT, du[k]))
         dq = states.p * torch.cat(du, -1).unsqueeze(-1) + within
         return dq, v if guess is None else v + guess
-
-    def _damp(self, k: int, x: Tensor) -> Tensor:
-        return torch.cholesky_solve(x.unsqueeze(-1), self.factors[k]).squeeze(-1)
 
 
 class FullFactorization:
@@ -497,12 +493,3 @@ class FullFactorization:
 def matvec(matrix: Tensor, x: Tensor) -> Tensor:
     """Return products of matrices `(*batch, n, m)` with vectors `(*batch, m)`."""
     return (matrix @ x.unsqueeze(-1)).squeeze(-1)
-
-
-def _filter(Y: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (Y^-1 + K)^-1 for Y >= 0, which may be singular, and K = diag(root)^2, and L."""
-    half = root.unsqueeze(-1) * Y  # K^(1/2) Y
-    identity = torch.eye(Y.shape[-1], dtype=Y.dtype, device=Y.device)
-    L = torch.linalg.cholesky_ex(identity + half * root.unsqueeze(-2)).L
-    explained = torch.linalg.solve_triangular(L, half, upper=False)
-    return Y - explained.mT @ explained, L

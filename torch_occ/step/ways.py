@@ -3,7 +3,7 @@
 | question | rule |
 |---|---|
 | the engine or torch? | `why_not` (a step), `why_not_game` (a game), then `pays_off` |
-| dense or sparse transitions in the engine? | `needs_factors`, then `prefers_rows` |
+| dense or sparse transitions in the engine? | `prefers_rows` |
 | in logarithms? | `solves_in_logs` |
 | a factorization or conjugate gradients in torch? | `prefers_iterations` |
 
@@ -84,25 +84,18 @@ def why_not_world(mdp: LayeredMDP) -> str | None:
     return why_not_model(mdp, batch=True)
 
 
-def needs_factors(mdp: LayeredMDP, evaluator: Evaluator) -> bool:
-    """Return whether conjugate gradients might need very many iterations in the engine.
-
-    With terms of q(s), there is no bound on the eigenvalues. Large tables are not made.
-    """
-    widest, terms = max(mdp.layer_sizes), evaluator.composition.terms
-    if evaluator.in_logs or widest > WIDEST or mdp.num_pairs * widest > LARGEST:
-        return False
-    return any(term.argument == "state" for term in terms)
-
-
-def prefers_rows(mdp: LayeredMDP) -> bool:
+def prefers_rows(mdp: LayeredMDP, steep: bool = False) -> bool:
     """Return whether the engine uses sparse transitions and conjugate gradients.
 
     The alternative is dense transitions and a factorization of every layer. Sparse transitions stay
     sparse. For dense ones, a model predicts both times in nanoseconds per Newton step. It was
     fitted to measurements from (3,3,3) to layers of 60 states. Where the times are close, the
-    factorization is used.
+    factorization is used. It is also used if psi has terms of q(s), which can be so `steep` that
+    conjugate gradients need hundreds of iterations.
     """
+    widest = max(mdp.layer_sizes)
+    if steep and widest <= WIDEST and mdp.num_pairs * widest <= LARGEST:
+        return False
     if mdp.is_sparse:
         return True
     sizes, num_actions = mdp.layer_sizes, mdp.num_actions
