@@ -561,7 +561,7 @@ class CompiledSystem(NamedTuple):
     numbers: list[Any]  # weights and exponents of the terms
     q: Tensor  # (*batch, S, A)
 
-    def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def solve(self, x: Tensor, r: Tensor, inexact: bool = False) -> tuple[Tensor, Tensor]:
         """Solve H u - E'w = x, E u = r, for x `(*more, *batch, S, A)`."""
         step, whole = self.step, x.shape[:-2]
         table = tabulate(self.numbers, whole, step.pairs)

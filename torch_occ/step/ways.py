@@ -124,7 +124,7 @@ def prefers_iterations(mdp: LayeredMDP, elements: int, exact: bool) -> bool:
 
     Args:
         elements: the number of elements in the batch.
-        exact: whether systems will be solved to rounding, without a guess.
+        exact: whether systems will be solved to rounding, not `inexact`.
     """
     if mdp.is_sparse:
         return True
