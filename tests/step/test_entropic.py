@@ -345,8 +345,6 @@ def test_stages_that_run_out_are_no_certificate(monkeypatch):
 def test_a_mean_field_game_is_solved_at_low_temperatures(weight, tolerance, most):
     """kappa = 1 is larger than w by up to eight orders of magnitude."""
     mdp, loss = beach()
-    barrier = occ.FTRLStep(mdp, occ.LogBarrier(weight) + Crowd(), backend="torch", tolerance=0.01)
-    assert abs(exploitability(mdp, loss, barrier(loss).detach())) < 500 * weight
     psi = occ.ConditionalEntropy() * weight + Crowd()
     step = occ.FTRLStep(mdp, psi, backend="torch", tolerance=tolerance)
     tracked = loss.clone().requires_grad_()
@@ -358,6 +356,16 @@ def test_a_mean_field_game_is_solved_at_low_temperatures(weight, tolerance, most
         ends = [(step(loss + s * h * direction) * direction).sum() for s in (1, -1)]
         expected = (ends[0] - ends[1]) / (2 * h)
         torch.testing.assert_close((gradient * direction).sum(), expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("backend", ["engine", "torch"])
+def test_a_vanishing_barrier_leads_to_the_equilibrium_of_a_crowd(backend):
+    """The crowd is up to 1e10 times as steep as the barrier."""
+    (mdp, loss), q = beach(40, 8), None
+    for k in range(1, 7):
+        psi = occ.LogBarrier(100.0**-k) + Crowd()
+        q = occ.FTRLStep(mdp, psi, backend=backend, tolerance=0.01)(loss, warm_start=q).detach()
+    assert 0 < exploitability(mdp, loss, q) < 2e-9
 
 
 def test_o_reps_far_beyond_its_horizon():

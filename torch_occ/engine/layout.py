@@ -67,7 +67,8 @@ CURVES = 13  # 1 where psi is convex, 0 where it is convex only at constant q(s)
 FITTED = 14  # the multipliers of the last Newton step
 SHARE = 15  # 1 / TOTAL
 LOW = 16  # what rounding took from PLAN
-STATE_ROWS = 17
+GUESS = 17  # the multipliers that a solve starts from
+STATE_ROWS = 18
 
 
 # Entries of `work.notes`.
@@ -76,6 +77,7 @@ RECENT = 1  # the largest relative change of q in the first Newton steps of rece
 GUESSED = 2  # 1 if there is a guess for torch_occ.engine.entropic
 USED = 3  # 1 if the lane is in use
 ROOTED = 4  # 1 if the rows ROOT belong to q, unless the error is infinite
+STEEP = 5  # the largest kappa times Y in the factors
 
 
 # -- compiling -------------------------------------------------------------------------------------
@@ -300,13 +302,13 @@ class Work(NamedTuple):
     pairs: Floats  # (PAIR_ROWS, S * A)
     states: Floats  # (STATE_ROWS, S); CONJUGATE_ROWS more if transitions are sparse
     moves: Floats  # (widest, S), P_p transposed
-    gain: Floats  # (S, widest), the rows of Yhat
+    gain: Floats  # (S, 2 * widest), the rows of Yhat, and the columns g of `observe_layer`
     centred: Floats  # (2 * widest, widest * A), centred transitions of a layer
     squares: Floats  # (2 * widest, widest), matrices of a layer
     # (S + 4 w, 2 w + 1), w the widest layer, for torch_occ.engine.entropic; empty if w > SQUARE.
     # Lanes use it one after the other.
     jacobian: Shared
-    notes: Floats  # (5,), by the entries above
+    notes: Floats  # (6,), by the entries above
 
 
 #: The largest dense layer of an MDP whose problems are solved in lanes, and the largest number of
@@ -314,7 +316,7 @@ class Work(NamedTuple):
 NARROW, MANY = 24, 100_000
 
 #: Additional rows of `work.states` for torch_occ.engine.linear.
-CONJUGATE_ROWS = 10
+CONJUGATE_ROWS = 9
 
 
 def make_work(model: Model, new: Callable[..., Any] = lambda *shape: np.zeros(shape)) -> Work:
@@ -330,11 +332,11 @@ def make_work(model: Model, new: Callable[..., Any] = lambda *shape: np.zeros(sh
         new(PAIR_ROWS, num_pairs),
         new(STATE_ROWS + (CONJUGATE_ROWS if sparse else 0), num_states),
         new(widest, num_states),
-        new(num_states, widest),
+        new(num_states, 2 * widest),
         new(2 * widest, widest * model.num_actions),
         new(2 * widest, widest),
         np.zeros((num_states + 4 * width, 2 * width + 1) if width <= SQUARE else (0, 0)),
-        new(5),
+        new(6),
     )
     work.notes[ERROR], work.notes[USED] = np.inf, 1.0
     return work

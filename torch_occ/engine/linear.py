@@ -30,6 +30,9 @@ from torch_occ.engine.layout import (
     unsigned,
 )
 
+#: If kappa Y is larger somewhere, a dense solve starts from a guess, and uses g in `observe_layer`.
+LARGE = 1e4
+
 
 @routine(any_order=True)
 def factorize_dense(model: Model, refresh: Any, work: Work) -> None:
@@ -38,17 +41,19 @@ def factorize_dense(model: Model, refresh: Any, work: Work) -> None:
     `refresh` says in which lanes; the others keep their factors. Overwrites TRIAL.
     """
     start = model.start
+    work.notes[at.STEEP] = where(refresh, 0.0, work.notes[at.STEEP])
     reduce_states(model, 0, start[1], refresh, work)
     for s in range(start[1]):
         for j in range(start[1]):
             work.gain[s, j] = 0.0  # q(s) is fixed in the first layer
+            work.gain[s, unsigned(len(work.moves) + j)] = 1.0 if s == j else 0.0
     for k in range(1, len(start) - 1):
         here, width = start[k], start[k + 1] - start[k]
         reduce_states(model, here, here + width, refresh, work)
         center_layer(model.num_actions, model.arrivals, start[k - 1], here, width, refresh, work)
         if width == 1 and model.conserved:
             # All mass goes to this state, whatever the policy. A sum would leave rounding errors.
-            work.gain[here, 0] = 0.0
+            work.gain[here, 0], work.gain[here, len(work.moves)] = 0.0, 1.0
         else:
             reach_layer(start[k - 1], here, width, model.num_actions, work)
             observe_layer(here, width, refresh, work)
@@ -167,13 +172,20 @@ def observe_layer(here: int, width: int, refresh: Any, work: Work) -> None:
     K is diagonal, so this is done for one state m after the other: Y becomes
     Y - kappa y y' / (1 + kappa y_m), where y is column m of Y. That is y / (1 + kappa y_m) in
     column m itself. Only the lower half of Y is kept.
+
+    This is Y - g y' with g = kappa y / (1 + kappa y_m). So (I + Y K)^-1 is a product of I - g e_m',
+    which has all digits where I - Yhat K has none. `gain` keeps g, with 1 - g_m in place of g_m.
     """
     Y, column = work.squares, len(work.moves)  # the row of `squares` with a copy of y
     for m in range(width):
         kappa = work.states[at.KAPPA, unsigned(here + m)]
+        steepest = max(work.notes[at.STEEP], kappa * Y[m, m])
+        work.notes[at.STEEP] = where(refresh, steepest, work.notes[at.STEEP])
         left = 1.0 / (1.0 + kappa * Y[m, m])
         for i in range(width):
             Y[column, i] = Y[i, m] if i > m else Y[m, i]
+            g, kept = kappa * left * Y[column, i], work.gain[here + m, unsigned(column + i)]
+            work.gain[here + m, unsigned(column + i)] = where(refresh, left if i == m else g, kept)
         for i in range(width):
             change = kappa * left * Y[column, i]
             for j in range(i + 1):
@@ -223,7 +235,10 @@ def solve_dense(model: Model, source: Any, work: Work, start: Any = None) -> Non
     both p and R by the transitions: sum_a p_a P_a u + sum_a (R x)_a P_a = sum_a dq_a P_a.
     """
     start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
-    layers = len(start) - 1
+    layers, steep = len(start) - 1, work.notes[at.STEEP] > LARGE
+    guided = source is None and anywhere(steep)
+    if guided:
+        follow_guess(model, steep, work)
     load(states, at.M, source)
     for k in range(layers):
         here, behind = start[k], start[k + 1]
@@ -254,6 +269,8 @@ def solve_dense(model: Model, source: Any, work: Work, start: Any = None) -> Non
             for j in range(behind - here):
                 held += work.gain[s, j] * states[at.PULL, unsigned(here + j)]
             states[at.V, s] = states[at.PULL, s] - states[at.KAPPA, s] * held
+        if anywhere(steep):
+            hold_back(here, behind, steep, work)
         for i in span(here * num_actions, behind * num_actions):
             pairs[at.AHEAD, i] = ahead(model.next_state, i, states, at.V, behind, after)
             pairs[at.FORCE, i] -= pairs[at.AHEAD, i]
@@ -269,6 +286,21 @@ def solve_dense(model: Model, source: Any, work: Work, start: Any = None) -> Non
                 states[at.U, behind] = mass(source, behind)
             else:
                 flow_on(model, k, at.DQ, at.U, True, work)
+    if guided:
+        for s in range(states.shape[1]):
+            states[at.V, s] += states[at.GUESS, s]
+
+
+@routine(any_order=True)
+def hold_back(here: int, behind: int, wanted: Any, work: Work) -> None:
+    """Write (I + K Y)^-1 PULL of a layer into V where `wanted`; see `observe_layer`."""
+    states, width, widest = work.states, behind - here, len(work.moves)
+    for m in range(width - 1, -1, -1):
+        pull = 2.0 * work.gain[here + m, widest + m] * states[at.PULL, here + m]
+        for i in range(width):
+            pull -= work.gain[here + m, widest + i] * states[at.PULL, here + i]
+        states[at.PULL, here + m] = pull
+        states[at.V, here + m] = where(wanted, pull, states[at.V, here + m])
 
 
 @routine(inline=True)
@@ -352,13 +384,12 @@ def flow_on(model: Model, k: int, row: int, out: int, add: bool, work: Work) -> 
 ROOT = at.STATE_ROWS  # the square root of kappa
 SCALE = at.STATE_ROWS + 1  # errors are measured as |RESIDUAL * SCALE|
 MEAN = at.STATE_ROWS + 2  # p'x
-GUESS = at.STATE_ROWS + 3  # the multipliers that an inexact solve starts from
-Y = at.STATE_ROWS + 4  # the unknown of M y = b
-RESIDUAL = at.STATE_ROWS + 5  # b - M y
-DIRECTION = at.STATE_ROWS + 6  # the search direction
-Z = at.STATE_ROWS + 7  # the input of the sweeps; in `iterate` also M times the direction
-SOURCE = at.STATE_ROWS + 8  # r
-SOFTEST = at.STATE_ROWS + 9  # the number of the action of least curvature
+Y = at.STATE_ROWS + 3  # the unknown of M y = b
+RESIDUAL = at.STATE_ROWS + 4  # b - M y
+DIRECTION = at.STATE_ROWS + 5  # the search direction
+Z = at.STATE_ROWS + 6  # the input of the sweeps; in `iterate` also M times the direction
+SOURCE = at.STATE_ROWS + 7  # r
+SOFTEST = at.STATE_ROWS + 8  # the number of the action of least curvature
 START = at.M  # where an inexact solve starts du
 
 EPS = float(np.finfo(np.float64).eps)
@@ -391,7 +422,7 @@ def solve_sparse(model: Model, source: Any, work: Work, start: Any = None) -> No
     load(states, SOURCE, source)
     load(states, START, start)
     if inexact:
-        follow_guess(model, work)
+        follow_guess(model, True, work)
     for s in range(states.shape[1]):
         states[MEAN, s] = dot(pairs, at.P, pairs, at.FORCE, s * num_actions, (s + 1) * num_actions)
         states[Y, s] = states[ROOT, s] * states[START, s]
@@ -425,7 +456,7 @@ def solve_sparse(model: Model, source: Any, work: Work, start: Any = None) -> No
         for i in range(s * num_actions, (s + 1) * num_actions):
             change = pairs[at.P, i] * states[at.U, s] + pairs[at.RESPONSE, i]
             pairs[at.DQ, i] = where(failed, np.nan, change)
-        found = states[at.V, s] + (states[GUESS, s] if inexact else 0.0)
+        found = states[at.V, s] + (states[at.GUESS, s] if inexact else 0.0)
         states[at.V, s] = where(failed, np.nan, found)
 
 
@@ -469,16 +500,20 @@ def iterate(model: Model, goal: Any, wanted: Any, work: Work) -> None:
 
 
 @routine
-def follow_guess(model: Model, work: Work) -> None:
-    """Add E'v to x for the guess v in V, and move v to GUESS.
+def follow_guess(model: Model, wanted: Any, work: Work) -> None:
+    """Add E'v to x for the guess v in V, and move v to GUESS; zero where not `wanted`.
 
     The solve then finds only the difference from the guess, which is small.
     """
-    pairs, states, num_actions = work.pairs, work.states, model.num_actions
-    for s in range(states.shape[1]):
-        states[GUESS, s] = states[at.V, s]
-        for i in range(s * num_actions, (s + 1) * num_actions):
-            pairs[at.FORCE, i] += states[at.V, s] - ahead(model.next_state, i, states, at.V, 0, 0)
+    start, num_actions, pairs, states = model.start, model.num_actions, work.pairs, work.states
+    for k in range(len(start) - 2, -1, -1):
+        behind = start[k + 1]
+        after = start[k + 2] - behind if k + 2 < len(start) else 0
+        for s in range(start[k], behind):
+            states[at.GUESS, s] = where(wanted, states[at.V, s], 0.0)
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                expected = ahead(model.next_state, i, states, at.GUESS, behind, after)
+                pairs[at.FORCE, i] += states[at.GUESS, s] - expected
 
 
 @routine

@@ -40,7 +40,7 @@ ONE = torch.Size((1, 1))
 _ARGUMENTS = {"pair": PAIR, "rest": REST, "state": STATE, "complement": COMPLEMENT}
 
 
-def model_of(mdp: LayeredMDP, *, dense: bool = False) -> Model:
+def model_of(mdp: LayeredMDP, *, dense: bool = False, steep: bool = False) -> Model:
     """Return the MDP as arrays; unless `dense`, transitions are sparse if `prefers_rows`."""
 
     def exists(name: str) -> np.ndarray:
@@ -51,7 +51,7 @@ def model_of(mdp: LayeredMDP, *, dense: bool = False) -> Model:
 
     start = np.array([0, *(layer.stop for layer in mdp.layer_slices)], dtype=np.int64)
     flags = np.stack([exists(name).reshape(-1) for name in ("pair", "rest", "complement")])
-    in_rows = not dense and prefers_rows(mdp)
+    in_rows = not dense and prefers_rows(mdp, steep)
     next_state: Floats | Rows = rows_of(mdp) if in_rows else table_of(mdp)
     arrivals = np.zeros((0, 0)) if isinstance(next_state, Rows) else next_state.T.copy()
     initial = mdp.initial.detach().numpy().copy()
@@ -62,8 +62,8 @@ def table_of(mdp: LayeredMDP) -> Floats:
     """Return dense transitions of all layers, `(*batch, S * A, widest layer)`."""
     widest, batch = max(mdp.layer_sizes), mdp.batch_shape
     table = np.zeros((*batch, mdp.num_states, mdp.num_actions, widest))
-    for here, p in zip(mdp.layer_slices[:-1], mdp.transitions[:-1], strict=True):
-        table[..., here, :, : p.shape[-1]] = p.detach().numpy()
+    for here, layer in zip(mdp.layer_slices[:-1], mdp.layers[:-1], strict=True):
+        table[..., here, :, : layer.sizes[-1]] = layer.dense.detach().numpy()
     return table.reshape(*batch, -1, widest)
 
 
@@ -235,10 +235,11 @@ class MDPArrays:
 
     Args:
         mdp: supported, see `why_not_world`.
+        steep: as in `prefers_rows`.
     """
 
-    def __init__(self, mdp: LayeredMDP) -> None:
-        self.mdp, self.batch_shape = mdp, mdp.batch_shape
+    def __init__(self, mdp: LayeredMDP, steep: bool) -> None:
+        self.mdp, self.batch_shape, self.steep = mdp, mdp.batch_shape, steep
         differentiated = carries_derivative(*mdp.probabilities)
         # The tensors that may be differentiated: none, or the probabilities.
         self.tensors: tuple[Tensor, ...] = mdp.probabilities if differentiated else ()
@@ -254,7 +255,7 @@ class MDPArrays:
     def model(self) -> Model:
         """The MDP as arrays; of a batch, the first one."""
         if not self.batch_shape:
-            return model_of(self.mdp)
+            return model_of(self.mdp, steep=self.steep)
         dims = (1, *(layer.event_dims for layer in self.mdp.layers))
         pairs = zip(self.mdp.probabilities, dims, strict=True)
         first = [p.detach().reshape(-1, *p.shape[p.dim() - dim :])[0] for p, dim in pairs]

@@ -424,7 +424,7 @@ class Bordered:
     def __init__(self, inner: Factorization, costs: Tensor, active: Tensor) -> None:
         self.inner, self.costs, self.active = inner, costs, active
 
-    def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def solve(self, x: Tensor, r: Tensor, inexact: bool = False) -> tuple[Tensor, Tensor]:
         """Solve H u - E'w + G'z = x, E u = r1, (1 - a) z - G u = r2 for u and (w, z).
 
         With U = Pi G', the response to the budgets, (G U + 1 - a) z = r2 + G u0, where u0 is the

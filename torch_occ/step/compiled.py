@@ -179,6 +179,7 @@ class CompiledStep:
         # 2 if an exponent depends on a parameter, 1 if only weights do.
         self.depth = 2 if any(term.exponent.factors for term in terms) else 1
         self.in_logs = solves_in_logs(self.evaluator, self.mdp)
+        self.steep = not evaluator.in_logs and any(term.argument == "state" for term in terms)
         self.valid: list[Any] = []  # the last values of the parameters that were valid
         # Memory that no thread uses now, by the way of solving and the storage of transitions.
         self.free: dict[Any, list[tuple[kernels.Room, Work, Model]]] = defaultdict(list)
@@ -190,7 +191,7 @@ class CompiledStep:
 
     @cached_property
     def world(self) -> MDPArrays:
-        return MDPArrays(self.mdp)
+        return MDPArrays(self.mdp, self.steep)
 
     def __call__(
         self,
@@ -383,14 +384,14 @@ class CompiledStep:
             mdp = self.mdp
             if not self.world.tensors:  # they were changed in place
                 check_probabilities(mdp)
-                self.world = MDPArrays(mdp)
+                self.world = MDPArrays(mdp, self.steep)
                 return self.world
         # The user may have changed tensors that are differentiated, so they are read again.
         check_layout(mdp, self.mdp)
         if mdp.is_sparse or why_not_world(mdp) is not None or not pays_off(mdp):
             return None
         check_probabilities(mdp)
-        return MDPArrays(mdp)
+        return MDPArrays(mdp, self.steep)
 
     def _complain(self, world: MDPArrays, loss: Tensor, t: Tensor | float, start: Tensor) -> None:
         """Raise the error of the torch path if an argument is wrong, else return."""
@@ -560,7 +561,7 @@ class CompiledSystem(NamedTuple):
     numbers: list[Any]  # weights and exponents of the terms
     q: Tensor  # (*batch, S, A)
 
-    def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def solve(self, x: Tensor, r: Tensor, inexact: bool = False) -> tuple[Tensor, Tensor]:
         """Solve H u - E'w = x, E u = r, for x `(*more, *batch, S, A)`."""
         step, whole = self.step, x.shape[:-2]
         table = tabulate(self.numbers, whole, step.pairs)

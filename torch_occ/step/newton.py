@@ -361,7 +361,10 @@ def _descend(
     for _ in range(options.max_steps):
         now = at_likeliest_pairs(mdp, q, psi.gradient) if lifted else None
         downhill = -slope(psi, now)
-        dq, v = factorize(psi.hessian, system, q).solve(downhill, nothing, value)
+        # Solved for the change of v, rounding errors are relative to it.
+        x = downhill + (value.unsqueeze(-1) - system.lookahead(value))
+        dq, v = factorize(psi.hessian, system, q).solve(x, nothing, inexact=True)
+        v = value + v
         v = rejoin(mdp, v) if lifted else v
         squared = _dot(downhill, dq)
         fall, moved = _relative_change(flow, psi, q, dq)

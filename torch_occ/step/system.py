@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from torch_occ._support.choices import later
-from torch_occ._support.constants import FORCING, MAX_ITERATIONS, NOISE, RESTARTS
+from torch_occ._support.constants import FORCING, MAX_ITERATIONS, NOISE, RESTARTS, SQUARE
 from torch_occ.mdp.checks import broadcast
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import DenseFlow, Flow, LayeredFlow, join
@@ -204,20 +204,18 @@ class ConjugateGradients:
         # A residual y corresponds to an error of y / root in du. States with kappa = 0 have none.
         self.unit = torch.where(states.kappa > 0, self.root * visits, torch.inf)  # (*batch, S)
 
-    def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def solve(self, x: Tensor, r: Tensor, inexact: bool = False) -> tuple[Tensor, Tensor]:
         """Return (dq, v).
 
-        With a guess of v, the solution is only as accurate as Newton's method needs. Without one,
-        it is accurate to rounding; elements where that fails are NaN.
+        If `inexact`, the solution is only as accurate as Newton's method needs. Otherwise, it is
+        accurate to rounding; elements where that fails are NaN.
         """
-        states, flow, eps = self.states, self.flow, torch.finfo(x.dtype).eps
-        if guess is not None:
-            x = x + (guess.unsqueeze(-1) - flow.lookahead(guess))
+        states, eps = self.states, torch.finfo(x.dtype).eps
         mean = (states.p * x).sum(-1)
         swept = self.sweep(-mean, x, r)
         residual = self.root * swept.du
         y = torch.zeros_like(residual)
-        if guess is None:
+        if not inexact:
             unit, goal = self._own_size(swept), torch.full_like(residual[..., 0], eps ** (5 / 6))
             error = _largest(residual, unit)
         else:
@@ -236,14 +234,14 @@ class ConjugateGradients:
             if not bool(((error > 2 * goal) & (error < 0.1 * before)).any()):
                 break
         dq = states.p * swept.du.unsqueeze(-1) + swept.within
-        if guess is None:
+        if not inexact:
             # If x is constant within layers, its effect cancels, and only rounding errors are left.
             noise = torch.where(self.root > 0, eps * (mean.abs() + swept.v.abs()) / self.root, 0.0)
             accepted = eps**0.5 * (self.root * swept.size).norm(dim=-1) + 1e3 * noise.norm(dim=-1)
             failed = ~(residual.norm(dim=-1) <= accepted)
             dq = dq.masked_fill(failed[..., None, None], torch.nan)
             return dq, swept.v.masked_fill(failed[..., None], torch.nan)
-        return dq, swept.v + guess
+        return dq, swept.v
 
     def _own_size(self, swept: Swept) -> Tensor:
         """Return the unit of errors for an unknown right-hand side: the first change of each state.
@@ -310,14 +308,17 @@ def _largest(residual: Tensor, unit: Tensor) -> Tensor:
 #     Yhat_k = (Y_k^-1 + K_k)^-1,        Y_{k+1} = Q_{k+1} + P_p' Yhat_k P_p.
 
 
+#: The largest curvature of terms of q(s), relative to the others, for conjugate gradients.
+STEEP = 1e3
+
+
 class Factorization(Protocol):
     """A factored system, which solves for many right-hand sides."""
 
-    def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def solve(self, x: Tensor, r: Tensor, inexact: bool = False) -> tuple[Tensor, Tensor]:
         """Return (dq, v) for right-hand sides x `(*batch, S, A)` and r `(*batch, S)`.
 
-        With a guess of v from the last Newton step, an iterative solver starts there, and stops
-        when the error is small compared with the first one. The others ignore it.
+        If `inexact`, an iterative solver stops when the error is small compared with the first one.
         """
         ...
 
@@ -325,14 +326,18 @@ class Factorization(Protocol):
 def factorize(hessian: Hessian, flow: Flow, q: Tensor, *, exact: bool = False) -> Factorization:
     """Factor the system at q by the method that is expected to be fastest.
 
-    `exact` says whether systems will be solved to rounding, without a guess.
+    `exact` says whether systems will be solved to rounding, not `inexact`.
     """
     if isinstance(hessian, Full):
         return FullFactorization(hessian, flow.mdp)
     states = SeparableStates(hessian) if isinstance(hessian, Separable) else GeneralStates(hessian)
     if isinstance(flow, DenseFlow):
         return DenseFactorization(states, flow)
-    if prefers_iterations(flow.mdp, q.shape[:-2].numel(), exact):
+    # Where terms of q(s) dominate, conjugate gradients would need hundreds of iterations.
+    steep = False
+    if isinstance(states, SeparableStates) and max(flow.mdp.layer_sizes) <= SQUARE:
+        steep = bool((states.parts[0] * states.total > STEEP).any())
+    if not steep and prefers_iterations(flow.mdp, q.shape[:-2].numel(), exact):
         return ConjugateGradients(states, flow, q.sum(-1))
     return LayeredFactorization(states, flow)
 
@@ -371,7 +376,7 @@ class DenseFactorization:
         reach = self.B * self.root.unsqueeze(-2)
         self.cholesky = torch.linalg.cholesky_ex(flow.identity + reach.mT @ self.Q @ reach).L
 
-    def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def solve(self, x: Tensor, r: Tensor, inexact: bool = False) -> tuple[Tensor, Tensor]:
         states, flow = self.states, self.flow
         mean = (states.p * x).sum(-1)
         arrived = r + flow.inflow(states.respond(x)) + matvec(self.Q, matvec(self.B, mean))
@@ -388,34 +393,42 @@ class LayeredFactorization:
 
     def __init__(self, states: States, flow: LayeredFlow) -> None:
         self.states, self.flow = states, flow
-        sizes = flow.mdp.layer_slices
-        self.kappas = flow.mdp.split(states.kappa, -1)
+        sizes, least = flow.mdp.layer_slices, torch.finfo(states.kappa.dtype).tiny ** 0.5
+        self.roots = flow.mdp.split(states.kappa.clamp(min=least).sqrt(), -1)
         self.means = flow.mdp.split(states.p, -2)
         self.steps: list[Tensor] = []  # P_p of layer k, (*batch, S_k, S_{k+1})
-        self.gains: list[Tensor] = []  # Yhat_k, (*batch, S_k, S_k)
-        Y = states.p.new_zeros(sizes[0].stop, sizes[0].stop)
+        self.reached: list[Tensor] = []  # Y_k, (*batch, S_k, S_k)
+        self.factors: list[Tensor] = []  # L L' = I + K^(1/2) Y_k K^(1/2)
+        gain = Y = states.p.new_zeros(sizes[0].stop, sizes[0].stop)
         for k in range(flow.mdp.horizon):
             if k:
                 kernel, policy = flow.layers[k - 1].dense, self.means[k - 1]
                 self.steps.append((policy.unsqueeze(-2) @ kernel).squeeze(-2))
-                carried = self.steps[-1].mT @ self.gains[-1] @ self.steps[-1]
+                carried = self.steps[-1].mT @ gain @ self.steps[-1]
                 Y = states.covariance(kernel, sizes[k - 1]) + carried
-            self.gains.append(_filter(Y, self.kappas[k]))
+            half = self.roots[k].unsqueeze(-1) * Y  # K^(1/2) Y
+            identity = torch.eye(Y.shape[-1], dtype=Y.dtype, device=Y.device)
+            L = torch.linalg.cholesky_ex(identity + half * self.roots[k].unsqueeze(-2)).L
+            explained = torch.linalg.solve_triangular(L, half, upper=False)
+            gain = Y - explained.mT @ explained  # Yhat_k
+            self.reached.append(Y)
+            self.factors.append(L)
 
-    def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def solve(self, x: Tensor, r: Tensor, inexact: bool = False) -> tuple[Tensor, Tensor]:
         states, flow, split = self.states, self.flow, self.flow.mdp.split
         means = split((states.p * x).sum(-1), -1)
         arrivals = split(r + flow.inflow(states.respond(x)), -1)
         pull = []  # v_k from the layers up to k, without the later ones
         m = arrivals[0]
-        for k, (kappa, gain, mean) in enumerate(zip(self.kappas, self.gains, means, strict=True)):
-            pull.append(kappa * m - mean)
-            if k + 1 < len(means):
-                m = arrivals[k + 1] + matvec(self.steps[k].mT, m - matvec(gain, pull[k]))
+        for k, (root, mean) in enumerate(zip(self.roots, means, strict=True)):
+            pull.append(root * root * m - mean)
+            if k + 1 < len(means):  # m - Yhat pull = (I + Y K)^-1 (m + Y mean)
+                passed = self._damp(k, root * (m + matvec(self.reached[k], mean))) / root
+                m = arrivals[k + 1] + matvec(self.steps[k].mT, passed)
         values: list[Tensor] = []
-        for k in reversed(range(len(means))):
+        for k in reversed(range(len(means))):  # y - K Yhat y = (I + K Y)^-1 y
             y = pull[k] + matvec(self.steps[k], values[0]) if values else pull[k]
-            values.insert(0, y - self.kappas[k] * matvec(self.gains[k], y))
+            values.insert(0, self.roots[k] * self._damp(k, y / self.roots[k]))
         v = torch.cat(values, -1)
         within = states.respond(x - flow.lookahead(v))
         sources = split(r + flow.inflow(within), -1)
@@ -423,6 +436,10 @@ class LayeredFactorization:
         for k, step in enumerate(self.steps):
             du.append(sources[k + 1] + matvec(step.mT, du[k]))
         return states.p * torch.cat(du, -1).unsqueeze(-1) + within, v
+
+    def _damp(self, k: int, x: Tensor) -> Tensor:
+        """Solve with a factor. Differences with Yhat would have no digits where K Y is huge."""
+        return torch.cholesky_solve(x.unsqueeze(-1), self.factors[k]).squeeze(-1)
 
 
 class FullFactorization:
@@ -449,7 +466,7 @@ class FullFactorization:
         self.lu, self.pivots, _ = torch.linalg.lu_factor_ex(system)
         self.pairs = tuple(mdp.actions.shape)
 
-    def solve(self, x: Tensor, r: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def solve(self, x: Tensor, r: Tensor, inexact: bool = False) -> tuple[Tensor, Tensor]:
         scaled = (self.pair_scale * x.flatten(-2), self.state_scale * r)
         batch = broadcast(*(part.shape[:-1] for part in scaled))
         rhs = torch.cat([part.expand(*batch, part.shape[-1]) for part in scaled], -1)
@@ -472,13 +489,3 @@ class FullFactorization:
 def matvec(matrix: Tensor, x: Tensor) -> Tensor:
     """Return products of matrices `(*batch, n, m)` with vectors `(*batch, m)`."""
     return (matrix @ x.unsqueeze(-1)).squeeze(-1)
-
-
-def _filter(Y: Tensor, kappa: Tensor) -> Tensor:
-    """Return (Y^-1 + K)^-1 for Y >= 0 and K = diag(kappa) >= 0; both may be singular."""
-    root = kappa.sqrt()
-    half = root.unsqueeze(-1) * Y  # K^(1/2) Y
-    identity = torch.eye(Y.shape[-1], dtype=Y.dtype, device=Y.device)
-    L = torch.linalg.cholesky_ex(identity + half * root.unsqueeze(-2)).L
-    explained = torch.linalg.solve_triangular(L, half, upper=False)
-    return Y - explained.mT @ explained

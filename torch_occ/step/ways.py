@@ -52,6 +52,8 @@ def why_not_game(mdp: LayeredMDP, regularizer: Regularizer) -> str | None:
 #: The widest dense layer for which the engine is faster than BLAS on the torch path. Measured with
 #: 2 to 10 layers and actions, one thread.
 WIDEST = 150
+#: The largest table of transitions that is made from sparse ones.
+LARGEST = 1e7
 
 
 def pays_off(mdp: LayeredMDP) -> bool:
@@ -82,14 +84,18 @@ def why_not_world(mdp: LayeredMDP) -> str | None:
     return why_not_model(mdp, batch=True)
 
 
-def prefers_rows(mdp: LayeredMDP) -> bool:
+def prefers_rows(mdp: LayeredMDP, steep: bool = False) -> bool:
     """Return whether the engine uses sparse transitions and conjugate gradients.
 
     The alternative is dense transitions and a factorization of every layer. Sparse transitions stay
     sparse. For dense ones, a model predicts both times in nanoseconds per Newton step. It was
     fitted to measurements from (3,3,3) to layers of 60 states. Where the times are close, the
-    factorization is used.
+    factorization is used. It is also used if psi has terms of q(s), which can be so `steep` that
+    conjugate gradients need hundreds of iterations.
     """
+    widest = max(mdp.layer_sizes)
+    if steep and widest <= WIDEST and mdp.num_pairs * widest <= LARGEST:
+        return False
     if mdp.is_sparse:
         return True
     sizes, num_actions = mdp.layer_sizes, mdp.num_actions
@@ -118,7 +124,7 @@ def prefers_iterations(mdp: LayeredMDP, elements: int, exact: bool) -> bool:
 
     Args:
         elements: the number of elements in the batch.
-        exact: whether systems will be solved to rounding, without a guess.
+        exact: whether systems will be solved to rounding, not `inexact`.
     """
     if mdp.is_sparse:
         return True
