@@ -17,7 +17,7 @@ from torch_occ._support.private import (
     values_are_hidden,
     with_autograd,
 )
-from torch_occ.mdp.checks import broadcast, check_that
+from torch_occ.mdp.checks import as_tensor, broadcast, check_that
 from torch_occ.mdp.layered import LayeredMDP, remembered
 from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source, join
 from torch_occ.regularizers.base import total
@@ -286,7 +286,8 @@ def _compare(
     *given: Any,
     **kind: Any,
 ) -> Tensor:
-    """Return a loss as the engine computes it, in closed form, or else in torch; all if `fast`."""
+    """Return a loss as the engine computes it, in closed form (both if `fast`), or in torch."""
+    loss = as_tensor(loss)
     shapes = [torch.Size(getattr(x, "shape", ())) for x in (loss, given[0], given[3])]
     name = "target" if len(given) == 4 else "states"
     check_batches({"cumulative_loss": shapes[0][:-2], "t": shapes[1], name: shapes[2][:-2]})
@@ -440,8 +441,8 @@ def follow(
     pair = (state + first) * A + action
     fine = (state + first == states) & (action == actions)
     fine = fine if missing is None else fine & ~missing.flatten()[pair]
-    visits, share = mdp.initial.new_zeros(*shape[:-2], S * A), fine.to(mdp.dtype) / shape[-2]
-    visits = visits.scatter_add(-1, pair.flatten(-2), share.flatten(-2))
+    share = fine.to(mdp.dtype).flatten(-2) / shape[-2]
+    visits = share.new_zeros(*shape[:-2], S * A).scatter_add_(-1, pair.flatten(-2), share)
     if mdp.is_sparse:
         parts, chance = [], mdp.initial.unsqueeze(-2)
         for k, layer in enumerate(mdp.layers):
