@@ -172,12 +172,12 @@ def test_empirical_visits_need_not_be_a_flow():
 
 
 def test_a_target_is_checked_again_after_a_change():
-    """Also if its memory is that of an array, whose changes torch does not count."""
-    step, loss = occ.FTRLStep(small(), occ.ConditionalEntropy()), random_loss(small())
+    """Also if its memory is that of an array; losses may be arrays, too."""
+    step, loss = occ.FTRLStep(small(), occ.Shannon()), random_loss(small()).float().numpy()
     array = step.interior.numpy().copy()
     occ.fenchel_young_loss(step, loss, torch.from_numpy(array))
     array[0, 0] += 0.5
-    with expect("target: layer 0, state 0 has the mass 1.5, but 1 arrives there"):
+    with expect("target: layer 0, state 0 has the mass 1.5, but 1 arrives"):
         occ.fenchel_young_loss(step, loss, torch.from_numpy(array))
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
-from zoo import PROBLEMS, REGULARIZERS, random_loss, tensor, trajectories
+from zoo import PROBLEMS, REGULARIZERS, expect, random_loss, tensor, trajectories
 
 import torch_occ as occ
 
@@ -143,9 +143,9 @@ def test_trajectories_may_end_early():
 
 def test_an_episode_cannot_begin_where_the_initial_distribution_is_zero():
     mdp = occ.LayeredMDP.random(horizon=2, width=2, num_actions=2)
-    other = mdp.with_transitions(mdp.transitions, tensor([0.0]))
+    other = mdp.with_transitions(mdp.transitions, tensor([[1.0], [0.0]]))  # a batch of two
     step = occ.FTRLStep(mdp, occ.Shannon())
-    with pytest.raises(ValueError, match=r"layer 0 is 0 .* where no episode of this MDP begins"):
+    with expect("element (1,), trajectory 0, layer 0 is 0", "where no episode of this MDP begins"):
         occ.negative_log_likelihood(
             step, random_loss(mdp), torch.tensor([[0, 1]]), torch.tensor([[0, 0]]), mdp=other
         )

@@ -103,7 +103,7 @@ def shape_finely(model: Model, loss: Floats, work: Work) -> None:
                 base = min(base, loss[i]) if exists[at.PAIR, i] else base
                 total = loss[i] + ahead(model.next_state, i, states, at.PLAN, behind, after)
                 if exists[at.PAIR, i] and model.conserved and total < least:
-                    least, ref = total, likeliest(model.next_state, i, behind, after)
+                    least, ref = total, main_successor(model.next_state, i, behind, after)
             states[BASE, s] = base
             lowest, highest = min(lowest, base), max(highest, base)
             best = -1
@@ -219,7 +219,7 @@ def expect(
 
 
 @inlined
-def likeliest(next_state: Any, pair: int, first: int, width: int) -> int:
+def main_successor(next_state: Any, pair: int, first: int, width: int) -> int:
     """The likeliest successor, -1 if there is none."""
     shares, begin, count = likelihoods(next_state, pair, width)
     most, found = 0.0, -1

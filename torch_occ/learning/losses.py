@@ -285,16 +285,18 @@ def _compare(
     *given: Any,
     **kind: Any,
 ) -> Tensor:
-    """Return a loss as the engine computes it, in closed form, or else in torch; all if `fast`."""
-    shapes = [torch.Size(getattr(x, "shape", ())) for x in (loss, given[0], given[3])]
-    name = "target" if len(given) == 4 else "states"
-    check_batches({"cumulative_loss": shapes[0][:-2], "t": shapes[1], name: shapes[2][:-2]})
+    """Return a loss as the engine computes it, in closed form (both if `fast`), or in torch."""
+    loss = as_tensor(loss)
     if autocasts(loss):
         with torch.autocast(loss.device.type, enabled=False):
             return _compare(fast, step, in_torch, loss, *given, **kind)
-    if not fast or values_are_hidden() or in_forward_mode():
-        return in_torch(loss)
-    found = step.compare(loss, *given, **kind) or _in_closed_form(step, loss, *given, **kind)
+    fast = fast and not (values_are_hidden() or in_forward_mode())
+    found = step.compare(loss, *given, **kind) if fast else None
+    if found is None:
+        shapes = [torch.Size(getattr(x, "shape", ())) for x in (loss, given[0], given[3])]
+        name = "target" if len(given) == 4 else "states"
+        check_batches({"cumulative_loss": shapes[0][:-2], "t": shapes[1], name: shapes[2][:-2]})
+        found = _in_closed_form(step, loss, *given, **kind) if fast else None
     return in_torch(loss) if found is None else Envelope(*found, in_torch).of(loss)
 
 
@@ -404,6 +406,7 @@ def check_paths(
     visits, chances = follow(mdp, states, actions, attached)
     if values_are_hidden() or bool((chances > 0).all()):
         return visits, chances
+    states, actions = states.expand_as(chances), actions.expand_as(chances)
     *trajectory, k = (~(chances > 0)).nonzero()[0].tolist()
     at, before, here = (*trajectory, k), (*trajectory, k - 1), mdp.layer_slices[k]
     place, state, action = _place_of(at), int(states[at]), int(actions[at])
@@ -439,8 +442,8 @@ def follow(
     pair = (state + first) * A + action
     fine = (state + first == states) & (action == actions)
     fine = fine if missing is None else fine & ~missing.flatten()[pair]
-    visits, share = mdp.initial.new_zeros(*shape[:-2], S * A), fine.to(mdp.dtype) / shape[-2]
-    visits = visits.scatter_add(-1, pair.flatten(-2), share.flatten(-2))
+    share = fine.to(mdp.dtype).flatten(-2) / shape[-2]
+    visits = share.new_zeros(*shape[:-2], S * A).scatter_add_(-1, pair.flatten(-2), share)
     if mdp.is_sparse:
         parts, chance = [], mdp.initial.unsqueeze(-2)
         for k, layer in enumerate(mdp.layers):
