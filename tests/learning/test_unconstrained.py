@@ -80,7 +80,10 @@ def test_only_some_and_twice():
     step = occ.unconstrain(make(), only=["beta"])
     trained = [name for name, p in step.named_parameters() if p.requires_grad]  # others are frozen
     assert [name.split(".")[-2:] for name in trained] == [["beta", "original"]]
-    assert occ.unconstrain(step, only=["beta"]) is step
+    assert occ.unconstrain(step, only=["alpha"]) is step  # frozen so far
+    assert [name.split(".")[-2] for name, p in step.named_parameters() if p.requires_grad] == [
+        "alpha"
+    ]
     occ.unconstrain(step)
     assert all(name.endswith("original") for name, _ in step.named_parameters())
 

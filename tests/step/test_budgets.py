@@ -98,6 +98,15 @@ def test_the_certificate_knows_how_little_room_the_budgets_leave():
     assert loose.solve(10 * mean, constraints=occ.Budgets(costs, least + 1e-9)).all_converged
 
 
+@pytest.mark.parametrize("backend", ["torch", "engine"])
+def test_losses_at_the_end_of_the_numbers_fail_alone(backend):
+    mdp, mean = random_problem(0)
+    step = occ.FTRLStep(mdp, occ.Shannon(), backend=backend)
+    losses = torch.stack([mean, 1e306 * mean])
+    found = step.solve(losses, constraints=occ.Budgets(mean[None], tensor([9.0])), check=False)
+    assert found.status.tolist() == [occ.Status.CONVERGED, occ.Status.NOT_FINITE]
+
+
 def test_without_a_binding_budget_nothing_changes():
     step, loss, t, budgets = case(shares=(1.5, 2.0))
     found, free = step.solve(loss, t, constraints=budgets), step.solve(loss, t)

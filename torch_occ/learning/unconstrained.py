@@ -69,10 +69,10 @@ def unconstrain(module: Module, only: Sequence[str] | None = None) -> Module:
     for part, name in chosen:
         _check_single(part, name)
     for part, name in bound:
+        if only is not None:
+            getattr(part, name).requires_grad_((part, name) in chosen)
         if (part, name) in chosen:
             parametrize.register_parametrization(part, name, Domain(part.arg_constraints[name]))
-        else:
-            getattr(part, name).requires_grad_(False)
     for step in module.modules():
         if isinstance(step, FTRLStep):
             step.use(step.backend)  # it looks up the parameters again

@@ -163,6 +163,7 @@ class _MultiplierSearch:
         """Solve the step for shares of the loss `(N,)` and the prices G'y."""
         loss = self.loss if (share == 1.0).all() else over(self.tensor(share), 2) * self.loss
         priced = (loss + self.weigh(y)).nan_to_num() if y.any() else loss
+        start = torch.where(start.isfinite(), start, self.step.interior)
         given = (self.setting.parameters, priced, self.setting.t, start, self.mdp)
         found = self.step.solve_at(*given, check=False)
         sums = (self.sums * found.q.unsqueeze(-3)).sum((-2, -1))
@@ -405,7 +406,9 @@ class BudgetedSetting(Setting):
         if torch.finfo(loss.dtype).eps * float(loss.abs().max()) <= tolerance / 4 * least:
             return loss, 0.0
         shaped = shape_finely(self.mdp, loss)
-        return shaped.gaps, shaped.value + potential(self.mdp, shaped.constants)
+        shift = shaped.value + potential(self.mdp, shaped.constants)
+        fine = shaped.gaps.isfinite().all(-1).all(-1)  # not beside the largest numbers
+        return torch.where(over(fine, 2), shaped.gaps, loss), torch.where(over(fine, 1), shift, 0.0)
 
     def systems(self, batch: torch.Size, elements: int) -> Callable[[Tensor], Factorization]:
         """Return the function from q to the factored system without budgets."""
