@@ -330,9 +330,10 @@ def _in_closed_form(
             mass = aim @ ones
             value = (weight * (logs - torch.xlogy(mass, mass))).sum((-2, -1))
             value = value + (aim * table).sum((-2, -1))
-        plan = equation.plan(*given, aim=aim / weight if paths else None)
-        if plan is None:
+        found = equation.plan(*given, aim=aim / weight if paths else None)
+        if found is None:
             return None
+        plan = found[0]
         if paths:
             return -(aim * keep("pair", model, join(plan.logs, 2), 0.0)).sum((-2, -1)), plan.q
         return value - (flow_source(model) * plan.value).sum(-1), aim - plan.q
