@@ -165,7 +165,7 @@ def test_the_operators_keep_the_rules_of_torch():
     entropy = occ.FTRLStep(mdp, occ.ConditionalEntropy())
     target, name = entropy(random_loss(mdp, seed=5)).detach(), entropy.name_in_graphs
     torch.library.opcheck(solve_step, (name, loss, None, None, [], []))
-    torch.library.opcheck(fenchel_young, (name, plain[0], target, plain[1], None, False))
+    torch.library.opcheck(fenchel_young, (name, loss, target, t.detach(), None, False))
 
 
 def test_vmap_inside_a_compiled_function():

@@ -231,11 +231,7 @@ def fenchel_young_loss(
             named: Any = {"warm_start": warm_start, "mdp": mdp, "empirical": empirical}
             return _between_graphs(step, loss, target, t, **named)
         now = torch.as_tensor(step.episode(t), dtype=facts.dtype, device=facts.device)
-        given = (loss.detach(), target, now, warm_start, empirical)
-        value, slope = fenchel_young(step.name_in_graphs, *given)
-        # Zero, with this slope; masked losses may be infinite.
-        change = torch.where(slope == 0, 0.0, loss - loss.detach())
-        return value + (change * slope).sum((-2, -1))
+        return fenchel_young(step.name_in_graphs, loss, target, now, warm_start, empirical)[0]
     model, evaluator, t = _model(step, mdp), step.evaluator, step.episode(t)
 
     def in_torch(loss: Tensor) -> Tensor:
@@ -333,9 +329,10 @@ def _in_closed_form(
             mass = aim @ ones
             value = (weight * (logs - torch.xlogy(mass, mass))).sum((-2, -1))
             value = value + (aim * table).sum((-2, -1))
-        plan = equation.plan(*given, aim=aim / weight if paths else None)
-        if plan is None:
+        found = equation.plan(*given, aim=aim / weight if paths else None)
+        if found is None:
             return None
+        plan = found[0]
         if paths:
             return -(aim * keep("pair", model, join(plan.logs, 2), 0.0)).sum((-2, -1)), plan.q
         return value - (flow_source(model) * plan.value).sum(-1), aim - plan.q
@@ -352,18 +349,33 @@ def _empty_losses(name: str, loss: Tensor, *given: Any) -> tuple[Tensor, Tensor]
     return q.new_empty(slope.shape[:-2]), slope
 
 
+def _save_slope(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.shape = inputs[1].shape
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1])
+
+
+def _scale_slope(ctx: Any, bar: Tensor, _: Any) -> tuple[Any, ...]:
+    (slope,) = ctx.saved_tensors
+    loss_bar = (bar[..., None, None] * slope).sum_to_size(ctx.shape).to(slope.dtype)
+    return None, loss_bar, None, None, None, None
+
+
 @as_operator(
     "fenchel_young(str name, Tensor loss, Tensor target, Tensor t, Tensor? start, bool empirical)"
     " -> (Tensor, Tensor)",
     _empty_losses,
+    _scale_slope,
+    _save_slope,
 )
 def fenchel_young(
     name: str, loss: Tensor, target: Tensor, t: Tensor, start: Tensor | None, empirical: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the Fenchel-Young loss, and its slope in the loss."""
-    step = step_of(name)
+    step, slope = step_of(name), _empty_losses(name, loss, target, t, start, empirical)[1]
+    if found := step.compare(loss, t, start, None, target, empirical=empirical):
+        return found[0], found[1].to(slope.dtype)
     with with_autograd(), torch.enable_grad():
-        slope = _empty_losses(name, loss, target, t, start, empirical)[1]
         given = loss.detach().expand_as(slope).requires_grad_()
         value = fenchel_young_loss(step, given, target, t, warm_start=start, empirical=empirical)
         # The loss of one element does not change the value of another.

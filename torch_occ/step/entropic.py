@@ -104,12 +104,10 @@ class SoftPlan(NamedTuple):
         y = self.scores.detach()
         return torch.finfo(y.dtype).eps * y.abs().amax(-1)
 
-    def certify(self, tolerance: float, error: Tensor | float = 0.0) -> Solution:
-        """Return the solution and its certificate; `error` is one of log q beside rounding."""
-        flow, dual = _flow_error(self.q, join(self.visits, 1)), self.rounding() + error
-        bad = ~(torch.maximum(flow, dual) <= tolerance)
-        marks = (Status.STALLED * bad.to(flow), torch.ones_like(flow), torch.zeros_like(flow))
-        return Solution(self.q, self.value, torch.stack((*marks, flow, dual), -1))
+    def certify(self, error: Tensor) -> Solution:
+        """Return the solution and its certificate, for this error of log q."""
+        zero, flow = torch.zeros_like(error), _flow_error(self.q, join(self.visits, 1))
+        return Solution(self.q, self.value, torch.stack((zero, zero + 1, zero, flow, error), -1))
 
 
 def plan_softly(
@@ -426,8 +424,8 @@ class Entropic:
                 "regularizer: its weight is not a positive number; check its parameters"
             )
 
-    def plan(self, *tensors: Tensor, aim: Tensor | None = None) -> SoftPlan | None:
-        """Return `plan_softly` with this aim, without shaping; None if rounding errors matter."""
+    def plan(self, *tensors: Tensor, aim: Tensor | None = None) -> tuple[SoftPlan, Tensor] | None:
+        """Return `plan_softly` with this aim, not shaped, and its rounding error; None if large."""
         loss, start, weight, _, t, *_ = tensors
         mdp, eps = self.mdp, torch.finfo(loss.dtype).eps
         tolerance = self.options.tolerance_in(loss.dtype)
@@ -441,7 +439,8 @@ class Entropic:
             self.validate(mdp, loss.detach(), start, weight.detach(), t.detach())
         loss = loss.expand(*_batch_of(mdp, tensors), *loss.shape[-2:])
         plan = plan_softly(mdp, loss, weight, self.centred and not eps * most <= coarse, aim)
-        return plan if bool((plan.rounding() <= coarse).all()) else None
+        rounding = plan.rounding()
+        return (plan, rounding) if bool((rounding <= coarse).all()) else None
 
     def solve(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return q, v, the certificate; g, and the gaps and potential of the shaped loss."""
@@ -455,8 +454,10 @@ class Entropic:
         guess = guess.expand_as(shaped.value)
         if self.closed:
             plan = plan_softly(mdp, shaped.gaps, entropy.weight)
-            error = rounding_error(shaped, plan.q, entropy.weight)
-            solution = plan.certify(self.options.tolerance_in(loss.dtype), error)
+            error = plan.rounding() + rounding_error(shaped, plan.q, entropy.weight)
+            solution = plan.certify(error)
+            good = solution.certificate[..., 3:].amax(-1) <= self.options.tolerance_in(loss.dtype)
+            solution.certificate[..., 0] = torch.where(good, Status.CONVERGED, Status.STALLED)
         else:
             guess, solution = settle(mdp, shaped, entropy, guess, self.options)
         shift = shaped.value + potential(mdp, shaped.constants)

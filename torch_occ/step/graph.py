@@ -202,7 +202,7 @@ def _solve(
 def as_operator(
     schema: str,
     fake: Callable[..., Any],
-    backward: Callable[..., Any] | None = None,
+    backward: Callable[..., Any],
     setup: Callable[..., None] | None = None,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Make a function an operator of torch, with empty results, and a derivative and its setup.
@@ -215,8 +215,7 @@ def as_operator(
         library.define(schema)
         library.impl(function.__name__, function, "CompositeExplicitAutograd")
         torch.library.register_fake(name, fake, lib=library)
-        if backward is not None:
-            torch.library.register_autograd(name, backward, setup_context=setup, lib=library)
+        torch.library.register_autograd(name, backward, setup_context=setup, lib=library)
         return getattr(torch.ops.torch_occ, function.__name__).default
 
     return make

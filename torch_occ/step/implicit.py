@@ -354,8 +354,8 @@ def solve_setting(
     equation, arguments = entropic_equation(setting, options, loss, start, rank, check)
     plan = equation.plan(*arguments) if equation.closed and not inside_transform() else None
     if plan is not None:
-        found = plan.certify(options.tolerance_in(loss.dtype))
-        if found.all_converged:
+        found = plan[0].certify(plan[1])
+        if bool((found.flow_residual <= options.tolerance_in(loss.dtype)).all()):
             return found
     return Solution(*ImplicitSolution.apply(equation, *arguments)[:3])
 
