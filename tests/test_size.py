@@ -157,8 +157,8 @@ def pages():
 
 #: What is counted: how, the limit now, and the limit that the project works towards.
 RULES = {
-    "lines of torch_occ": (lambda: lines_of(FILES), 26_440, 26_500),
-    "lines of code of torch_occ": (code_lines, 15_528, 15_500),
+    "lines of torch_occ": (lambda: lines_of(FILES), 26_420, 26_500),
+    "lines of code of torch_occ": (code_lines, 15_500, 15_500),
     "files of torch_occ": (lambda: len(FILES), 93, 100),
     "folders of torch_occ": (lambda: len({path.parent for path in FILES}), 12, 14),
     "folders that a module stands in": (

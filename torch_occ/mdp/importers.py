@@ -60,8 +60,7 @@ class RewardMDP(LayeredMDP):
 
     def regret_in_rewards(self, regret: Tensor) -> Tensor:
         """Convert the regret of a `History` to rewards: high - low times the regret."""
-        low, high = self.reward_range
-        return (high - low) * regret
+        return (self.reward_range[1] - self.reward_range[0]) * regret
 
 
 # Each importer makes a list of outcomes with rewards. `build` unrolls them into layers.

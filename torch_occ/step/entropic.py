@@ -257,11 +257,6 @@ def occupancy_of(mdp: LayeredMDP, log_policy: Tensor) -> Tensor:
     return flow_of(mdp).forward(policy, flow_source(mdp)).unsqueeze(-1) * policy
 
 
-def error_unit(log_state: Tensor) -> Tensor:
-    """Return the unit of errors of log u: 1, and in dead states the size of log u."""
-    return (log_state / log_dead(log_state.dtype)).clamp(min=1.0)
-
-
 def log_dead(dtype: torch.dtype) -> float:
     """Return the logarithm below which a state is dead: its q may underflow."""
     # The same share of the range of exponents in every number type.
@@ -335,7 +330,9 @@ def _iterate(
     step, length, before, moved = guess, torch.ones_like(best), best, best
     while True:
         found = unfold(mdp, loss, entropy, guess, centred)
-        off, unit = found.log_state - guess, error_unit(found.log_state)
+        off = found.log_state - guess
+        # The unit of errors of log u: 1, and in dead states the size of log u.
+        unit = (found.log_state / log_dead(guess.dtype)).clamp(min=1.0)
         error = invert_jacobian(mdp, entropy, found)(off)
         if not bool(running.any()):
             break

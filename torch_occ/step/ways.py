@@ -128,19 +128,12 @@ def prefers_iterations(mdp: LayeredMDP, elements: int, exact: bool) -> bool:
     """
     if mdp.is_sparse:
         return True
-    return _seconds_of_iterations(mdp, elements, exact) < _seconds_of_factorization(mdp, elements)
-
-
-def _seconds_of_factorization(mdp: LayeredMDP, elements: int) -> float:
-    sizes, num_actions = mdp.layer_sizes, mdp.num_actions
+    sizes, num_actions, horizon = mdp.layer_sizes, mdp.num_actions, mdp.horizon
     products = sum(2 * m * n * (num_actions * n + m + n) for m, n in pairwise(sizes))
     products += sum(4 * n**3 for n in sizes)
-    return 0.08e-9 * products * elements + (0.4e-3 + 0.04e-3 * elements) * mdp.horizon
-
-
-def _seconds_of_iterations(mdp: LayeredMDP, elements: int, exact: bool) -> float:
+    factorization = 0.08e-9 * products * elements + (0.4e-3 + 0.04e-3 * elements) * horizon
     entries = sum(layer.probabilities.numel() for layer in mdp.layers[:-1])
     shared = elements > 1 and not mdp.batch_shape  # then the products with P are matrix-matrix
     passes = 0.2e-9 * entries * elements if shared else 0.6e-9 * entries
-    iteration = passes + 12e-9 * mdp.num_pairs * elements + 0.04e-3 * mdp.horizon
-    return (40 if exact else 15) * iteration
+    iteration = passes + 12e-9 * mdp.num_pairs * elements + 0.04e-3 * horizon
+    return (40 if exact else 15) * iteration < factorization
