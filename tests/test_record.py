@@ -23,6 +23,7 @@ from zoo import Centred, Coupled, SmoothedHybrid, masked
 import torch_occ as occ
 from experiments import statements
 from torch_occ.game.checks import DIAGNOSTICS
+from torch_occ.games import Decision, End
 
 EDGES = ("sa", "sb", "ab", "at", "bt", "st")
 RECORD, F64 = Path(__file__).parent / "record", torch.float64
@@ -336,7 +337,10 @@ def message(name, backend="torch"):
     more |= {"leader": leader, "play": lambda **bad: occ.simulate(DENSE, **good | bad)}
     more |= {"masked": MASKED, "loss": table(MASKED, seed=1), "costs": table(MASKED, 2, seed=2)}
     more |= {"ones": torch.ones(4, 2, dtype=F64), "caps": torch.ones(2, dtype=F64)}
-    more |= {"P": [*DENSE.transitions], "every": torch.ones_like(DENSE.actions), "losses": losses}
+    more |= {"P": [*DENSE.transitions], "rows": [*DENSE.to_sparse().transitions], "losses": losses}
+    more |= {"every": torch.ones_like(DENSE.actions), "Decision": Decision, "End": End}
+    last = Decision(1, "b", {"x": End(1.0), "y": End(0.0)})
+    more |= {"game": lambda: occ.ExtensiveGame(Decision(0, "a", {"x": End(1.0), "y": last}))}
     more |= {"own": lambda **attributes: type("Process", (OwnLosses,), attributes)()}
     more |= {"q": occ.interior_point(MASKED)[None], "uniform": occ.uniform_policy(MASKED)[None]}
     more |= {"psi_of": lambda level, **functions: type("Wrong", (level,), functions)}
@@ -499,7 +503,7 @@ def test_a_continued_run_is_the_uninterrupted_one(name, tmp_path):
 def test_messages(name):
     expected = json.loads((RECORD / "messages.json").read_text())[name]
     assert message(name) == expected
-    if CASES["errors"][name].startswith("step("):
+    if "step" in CASES["errors"][name]:
         assert message(name, "engine") == expected
 
 

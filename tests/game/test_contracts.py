@@ -186,35 +186,6 @@ def test_one_learner_serves_many_threads(backend):
             assert all(map(torch.equal, found, expected))
 
 
-class Spoils(occ.Callback):
-    def on_checkpoint(self, run):
-        with torch.no_grad():
-            run.learner.step.regularizer.terms[1].beta.fill_(-5.0)
-
-
-@pytest.mark.parametrize("backend", ["torch", "engine"])
-def test_other_bad_settings_are_refused_by_both_backends(backend):
-    good = occ.jin_luo(MDP)
-    with pytest.raises(ValueError, match=r"LogBarrier: beta must satisfy .*, got -5"):
-        occ.simulate(MDP, occ.FTRL(MDP, good), LOSSES, 30, backend=backend, callbacks=[Spoils()])
-    with pytest.raises(ValueError, match=r"regularizer: beta is torch.float32 .* step\.to"):
-        occ.simulate(
-            MDP, occ.FTRL(MDP, occ.LogBarrier(torch.tensor(1.0))), LOSSES, 3, backend=backend
-        )
-    rate = occ.InverseSqrt(1.0)
-    with torch.no_grad():
-        rate.gamma.fill_(0.0)
-    with pytest.raises(ValueError, match="InverseSqrt: gamma"):
-        occ.simulate(
-            MDP, occ.FTRL(MDP, good, occ.ReducedVariance(rate)), LOSSES, 3, backend=backend
-        )
-    learner = occ.FTRL(MDP, good)
-    other = MDP.with_transitions([p.flip(-1) for p in MDP.transitions])
-    learner.step = occ.FTRLStep(other, good)
-    with pytest.raises(ValueError, match="learner: its step is for another MDP"):
-        occ.simulate(MDP, learner, LOSSES, 3, backend=backend)
-
-
 # -- ties --------------------------------------------------------------------------------------
 
 

@@ -95,14 +95,6 @@ def test_the_heat_map_has_a_panel_a_layer_and_leaves_masked_pairs_out():
     assert image.shape[2] == 3
 
 
-def test_a_heat_map_is_of_one_q():
-    mdp = occ.LayeredMDP.random(horizon=2, width=2, num_actions=2, seed=0)
-    q = occ.interior_point(mdp).expand(4, 3, 2)
-    message = r"q: expected shape \(3, 2\), got \(4, 3, 2\); of several"
-    with pytest.raises(ValueError, match=message):
-        occupancy_figure(mdp, q)
-
-
 def test_of_a_large_mdp_the_busiest_states_of_some_layers_are_shown():
     mdp = occ.LayeredMDP.random(horizon=10, width=20, num_actions=2, seed=0)
     q = occ.interior_point(mdp)

@@ -75,8 +75,6 @@ def test_a_learner_with_budgets_meets_them_in_every_episode(psi, problem):
     assert not bool(found["engine"]["multipliers"][:, 2].any())
     assert bool(found["engine"]["multipliers"][:, :2].any(-1).all())
     assert occ.FTRL(mdp, occ.Shannon(), constraints=budgets).why_not_compiled(mdp)
-    with pytest.raises(ValueError, match="budgets without a batch"):
-        occ.FTRL(mdp, psi(mdp), constraints=occ.Budgets(costs[None], budgets.limits))
     learner = occ.FTRL(mdp, psi(mdp), constraints=occ.Budgets(costs, 0 * budgets.limits))
     with pytest.raises(occ.InfeasibleError, match="no policy meets the budgets"):
         occ.simulate(mdp, learner, losses, 5)

@@ -161,14 +161,9 @@ def test_empirical_visits_need_not_be_a_flow():
     step, loss = occ.FTRLStep(mdp, occ.ConditionalEntropy()), random_loss(mdp).requires_grad_()
     visits = torch.zeros_like(loss)
     visits[0, 0], visits[0, 1], visits[1, 0] = 0.5, 0.5, 1.0
-    with pytest.raises(ValueError, match="no occupancy measure"):
-        occ.fenchel_young_loss(step, loss, visits)
     value = occ.fenchel_young_loss(step, loss, visits, empirical=True)
     (gradient,) = torch.autograd.grad(value, loss)
     assert torch.equal(gradient, visits - step(loss).detach())
-    visits[2, 0] = 1.0
-    with pytest.raises(ValueError, match=r"target: layer 1 has the mass 2, expected 1; divide"):
-        occ.fenchel_young_loss(step, loss, visits, empirical=True)
 
 
 def test_a_target_is_checked_again_after_a_change():
@@ -190,14 +185,6 @@ def test_second_derivatives_where_q_underflows(psi):
     found, expected = ((x * cost).sum() for x in (slope, -step(loss)))
     assert step(loss)[0, 1] == 0
     torch.testing.assert_close(*(torch.autograd.grad(x, loss)[0] for x in (found, expected)))
-
-
-def test_targets_that_do_not_fit_are_named():
-    step, loss = occ.FTRLStep(small(), occ.ConditionalEntropy()), random_loss(small(), batch=(4,))
-    with expect("target: expected a tensor of shape (*batch, 3, 2), got list", error=TypeError):
-        occ.fenchel_young_loss(step, loss, step.interior.tolist())
-    with expect("target: expected a batch shape that broadcasts against (4,), got (3,)"):
-        occ.fenchel_young_loss(step, loss, step.interior.expand(3, -1, -1))
 
 
 @pytest.mark.parametrize("empirical", [False, True])

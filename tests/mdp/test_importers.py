@@ -242,12 +242,6 @@ def test_terminal_states_pay_for_the_step_that_enters_them_and_nothing_after():
     assert best_return(mdp) == pytest.approx(dense_value(P, alive, 6, 2), abs=1e-12)
 
 
-def test_a_single_sparse_matrix_is_no_list_of_them():
-    only = scipy.sparse.csr_matrix(np.eye(3))
-    with pytest.raises(ValueError, match=r"transition: action 0: got .*expected shape"):
-        occ.LayeredMDP.from_arrays(only, np.zeros(3), 3, 0)
-
-
 @pytest.mark.parametrize(
     ("rewards", "interval"),
     [([-100.0, -1.0], (-100.0, 0.0)), ([3.0, 5.0], (0.0, 5.0)), ([0.0, 0.0], (0.0, 1.0))],

@@ -166,64 +166,18 @@ def test_the_same_numbers_draw_the_same_states(build):
 # -- bad input ---------------------------------------------------------------------------------
 
 
-def change(entries, value):
-    """A valid MDP with some middle entries replaced; state 1, action 0 leads to states 0 and 1."""
-    halves = [torch.full((n, 2, 2), 0.5, dtype=F64) for n in (1, 2)]
-    mdp = occ.LayeredMDP([*halves, torch.ones(2, 2, 1, dtype=F64)])
-    first, middle, last = mdp.to_sparse().transitions
-    values = middle.values().clone()
-    values[entries] = value
-    return [first, sparse(middle.indices(), values, middle.shape).coalesce(), last]
-
-
-@pytest.mark.parametrize(
-    ("entries", "value", "fault"),
-    [
-        ([4], 0.25, "sum to 0.75"),
-        ([4, 5], torch.tensor([-0.25, 1.25], dtype=F64), "next state 0 is -0.25"),
-        ([5], torch.nan, "next state 1 is nan"),
-    ],
-)
-def test_a_bad_entry_is_named_with_its_value(entries, value, fault):
-    with expect("transitions[1]: layer 1, state 1, action 0: ", fault):
-        occ.LayeredMDP(change(entries, value))
+def test_what_a_masked_pair_says_is_ignored():
+    """The messages are in the record, to the word."""
+    first, middle, last = (torch.full(shape, 0.5, dtype=F64) for shape in ((2, 2), (4, 2), (4, 1)))
     actions = torch.ones(5, 2, dtype=torch.bool)
     actions[2, 0] = False
-    occ.LayeredMDP(change(entries, value), actions=actions)  # what a masked pair says is ignored
+    for bad in ([0.25, 0.5], [-0.25, 1.25], [0.5, torch.nan]):
+        middle[2] = torch.tensor(bad)
+        given = [p.to_sparse() for p in (first, middle, 2 * last)]
+        occ.LayeredMDP(given, actions=actions)
 
 
-ONES, FIVE = (torch.ones(n, 1, dtype=F64).to_sparse() for n in (4, 5))
-HALVES = torch.full((3, 2), 0.5, dtype=F64).to_sparse()
-
-
-def entries(*index):
-    return sparse([*zip(*index, strict=True)], torch.ones(len(index), dtype=F64), (4, 2))
-
-
-@pytest.mark.parametrize(
-    ("transitions", "fragments"),
-    [
-        (lambda P: [P[0], P[1].to_dense(), P[2]], ("[1]", "make it sparse", "three dimensions")),
-        (lambda P: [P[0], ONES, P[2]], ("transitions[2]", "layer 2 has 2 states", "leads to 1")),
-        (lambda P: [P[0], P[1], FIVE], ("transitions[2]", "2 actions", "5 rows")),
-        (lambda P: [P[0], HALVES, P[2]], ("transitions[1]", "2 states", "3 rows")),
-        (lambda P: [P[0], P[1].float(), P[2]], ("transitions[1]", "float32")),
-        (lambda P: [P[0], P[1]], ("transitions[1]", "terminal", "(4, 1)")),
-        (lambda P: [P[0], entries((0, 0), (4, 0)), P[2]], ("[1]", "row index 4", "(4, 2)")),
-        (lambda P: [P[0], entries((0, 0), (1, -1)), P[2]], ("transitions[1]", "column index -1")),
-        (lambda P: [P[0], entries((1, 0), (2, 0), (3, 0)), P[2]], ("state 0, action 0", "to 0;")),
-        (lambda P: [P[0], P[1].to_sparse_bsr((2, 1)), P[2]], ("[1]", "layout", "to_sparse_csr()")),
-        (lambda P: [P[0], torch.stack([P[1]] * 2), P[2]], ("[1]", "sparse tensor", "(2, 4, 2)")),
-    ],
-)
-def test_bad_layers_are_named(transitions, fragments):
-    with expect(*fragments):
-        occ.LayeredMDP(transitions(change([], 0.0)))
-
-
-def test_nothing_is_made_dense_unasked():
-    mdp = occ.LayeredMDP.random(3, 3, 2).to_sparse()
-    with expect("sparse", "to_dense()"):
-        mdp.joint_transitions  # noqa: B018
-    with expect("batch", "(2,)"):
-        occ.LayeredMDP([torch.ones(2, 1, 2, 1, dtype=F64) for _ in range(2)]).to_sparse()
+def test_blocks_are_no_layout():
+    blocks = torch.full((4, 2), 0.5, dtype=F64).to_sparse_bsr((2, 1))
+    with expect("transitions[0]", "layout", "to_sparse_csr()"):
+        occ.LayeredMDP([blocks, torch.ones(4, 1, dtype=F64).to_sparse()])

@@ -201,18 +201,3 @@ def test_unreachable_states_and_masked_actions_play_no_part():
     assert found.value == pytest.approx(value, rel=1e-5)
     assert bool((found.allocation[:, 3] == 0).all())
     assert occ.limits.lower_bound(mdp.to_sparse(), mean).value == pytest.approx(value, rel=1e-6)
-
-
-# -- bad input -------------------------------------------------------------------------------------
-
-
-def test_too_many_hidden_states_are_refused():
-    width = 8000
-    first = torch.zeros(1, 2, width, dtype=torch.float64)
-    first[0, 0, 0], first[0, 1, 1:] = 1.0, 1 / (width - 1)
-    layers = [first.flatten(0, 1).to_sparse(), torch.ones(2 * width, 1).double().to_sparse()]
-    mdp = occ.LayeredMDP(layers)
-    mean = torch.full((mdp.num_states, 2), 0.5, dtype=torch.float64)
-    mean[0, 1] = 0.6
-    with pytest.raises(ValueError, match="7,999 states are reachable but not visited"):
-        occ.limits.lower_bound(mdp, mean)

@@ -7,14 +7,13 @@ from importlib import util
 import pytest
 import torch
 from theory_cases import masked
-from torch import Tensor
 from zoo import PROBLEMS, random_loss
 
 import torch_occ as occ
 from torch_occ import reference
 from torch_occ.mdp.occupancy import flow_adjoint, flow_residual
 from torch_occ.reference import ACCURATE_CLARABEL, ACCURATE_SCS, DEFAULT, MOREAU, compare
-from torch_occ.regularizers import base, catalog
+from torch_occ.regularizers import catalog
 
 MDPS = {
     "full": occ.LayeredMDP.random(3, 3, 3, seed=0),
@@ -84,29 +83,6 @@ def test_the_constraints_read_off_the_transitions_are_those_of_occupancy(mdp):
     x, v = random_loss(model)[model.actions], random_loss(model)[:, 0]
     torch.testing.assert_close(E @ x - b, flow_residual(model, reference.spread(model, x)))
     torch.testing.assert_close(E.T @ v, flow_adjoint(model, v)[model.actions])
-
-
-def test_what_cvxpy_cannot_state_is_refused():
-    class Statewise(base.StatewiseRegularizer):
-        def per_state(self, q_s: Tensor) -> Tensor:
-            return (q_s**2).sum(-1)
-
-    class Concave(catalog.TabularRegularizer):
-        def table(self):
-            return (catalog.Term("state", catalog.XLogX(), -1.0),)
-
-    mdp = occ.LayeredMDP.random(2, 2, 2)
-    with pytest.raises(TypeError, match="Statewise has no table of terms"):
-        reference.solve_cvxpy(mdp, Statewise(), random_loss(mdp))
-    with pytest.raises(ValueError, match="not convex"):
-        reference.solve_cvxpy(mdp, Concave(), random_loss(mdp))
-    shape = r"loss: expected finite values of shape \(\*batch, 3, 2\)"
-    for loss in (random_loss(mdp)[:-1], torch.nan * random_loss(mdp)):
-        with pytest.raises(ValueError, match=shape):
-            reference.solve_cvxpy(mdp, occ.Shannon(), loss)
-    batch = occ.LayeredMDP([torch.stack([p, p]) for p in mdp.transitions])
-    with pytest.raises(ValueError, match="single MDP"):
-        reference.solve_cvxpy(batch, occ.Shannon(), random_loss(mdp))
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
@@ -202,8 +178,6 @@ def test_negative_occupancies_and_zero_gradients_have_plain_residuals(paper):
     assert equations.residual_of_q(-q) == torch.inf
     found = equations.residual_of_gradient(q, equations.loss, torch.zeros_like(q))
     assert found == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="answers: expected at least one"):
-        reference.judge(equations, paper[2], [])
 
 
 def test_late_in_a_run_accuracy_takes_normalization_too():
@@ -229,8 +203,6 @@ def test_settings_that_are_not_installed_are_named():
 
 def test_a_comparison_with_nobody_is_refused(monkeypatch):
     mdp, find = occ.LayeredMDP.random(2, 2, 2), util.find_spec
-    with pytest.raises(ValueError, match="settings: expected at least one"):
-        compare(mdp, occ.Shannon(), random_loss(mdp), settings=[])
     none = {"cvxpylayers"}
     monkeypatch.setattr(util, "find_spec", lambda name: None if name in none else find(name))
     message = r"default: cvxpylayers is not installed: pip install 'torch-occ\[reference\]'"

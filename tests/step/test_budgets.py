@@ -231,24 +231,6 @@ def test_infeasible_budgets_come_with_a_proof():
     assert found.status.tolist() == [occ.Status.CONVERGED, occ.Status.INFEASIBLE]
 
 
-def test_wrong_budgets_are_refused():
-    """More messages are in the record, to the word."""
-    step, loss, t, budgets = case()
-    costs, limits = budgets.costs, budgets.limits
-    with pytest.raises(ValueError, match=r"limits: entry \(1,\) is inf"):
-        occ.Budgets(costs, torch.where(torch.arange(3) == 1, torch.inf, limits))
-    with pytest.raises(ValueError, match=r"constraints: costs are torch\.float32"):
-        step(loss, t, constraints=occ.Budgets(costs.float(), limits.float()))
-    bad = costs.clone()
-    bad[1, 2, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"budget 1, layer 1, state .*, action 0 is nan"):
-        step(loss, t, constraints=occ.Budgets(bad, limits))
-    with pytest.raises(ValueError, match="multipliers: expected numbers of at least 0"):
-        step.solve(loss, t, constraints=budgets, multipliers=-torch.ones(3).double())
-    with pytest.raises(ValueError, match="constraints: limits: expected a batch shape"):
-        step(torch.stack([loss] * 2), t, constraints=occ.Budgets(costs, torch.stack([limits] * 3)))
-
-
 def test_the_budgets_of_a_step_move_with_it():
     step, loss, t, budgets = case()
     own = occ.FTRLStep(step.mdp, step.regularizer, constraints=budgets)

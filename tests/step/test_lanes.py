@@ -180,17 +180,3 @@ def test_probabilities_that_change_in_place_are_read_again(kind):
         torch.testing.assert_close(*limited, rtol=1e-7, atol=1e-12)
         answers.append(found)
     assert not torch.allclose(*answers)
-
-
-def test_wrong_mdps_are_named():
-    step, tensors = occ.FTRLStep(MDP, occ.jin_luo(MDP)), worlds(2)
-    broken = tensors[2].clone()
-    broken[1, 0, 0, 0] = torch.nan
-    with pytest.raises(ValueError, match="mdp: a probability is not finite"):
-        step(LOSSES[:2], 3.0, mdp=MDP.with_transitions([tensors[1], broken, tensors[3]]))
-    with pytest.raises(ValueError, match=r"cumulative_loss|mdp: expected a batch shape"):
-        step(LOSSES[:3], 3.0, mdp=MDP.with_transitions(tensors[1:]))
-    wide = occ.LayeredMDP.random(2, 30, 2, seed=0)
-    many = wide.with_transitions([p.expand(2, *p.shape) for p in wide.transitions])
-    with pytest.raises(ValueError, match="layers of up to 24 states"):
-        occ.FTRLStep(many, occ.jin_luo(wide), backend="engine")

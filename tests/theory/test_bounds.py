@@ -193,16 +193,3 @@ def test_parameters_of_a_learner():
     mine = theory.Parameters.of(occ.FTRL(mdp, occ.jin_luo(mdp, 0.3, 2.0, 0.5)))
     assert mine == theory.Parameters(0.3, 2.0, 0.5)
     assert theory.Parameters.of(occ.FTRL(mdp, occ.jin_luo(mdp))) == theory.Parameters.paper(mdp)
-    fixed_rate = occ.HybridTsallis(0.3) / occ.Constant(0.1) + occ.LogBarrier()
-    biased = occ.FTRL(mdp, occ.jin_luo(mdp), occ.ImplicitExploration(0.1))
-    for learner, message in (
-        (occ.FixedPolicy(mdp), "about FTRL, not FixedPolicy"),
-        (occ.FTRL.tsallis(mdp), "make it with jin_luo"),
-        (occ.FTRL(mdp, fixed_rate), "make it with jin_luo"),
-        (biased, "importance-weighted estimator, not ImplicitExploration"),
-        (occ.FTRL(mdp, occ.jin_luo(mdp, alpha=0.0)), "alpha: the paper's analysis needs a pos"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            theory.Parameters.of(learner)
-    with pytest.raises(ValueError, match="beta"):
-        theory.Parameters(1.0, -1.0)
