@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.mdp.checks import check_kind, check_that, unwritten
+from torch_occ.mdp.checks import check_that, unwritten
 from torch_occ.regularizers.schedules import Schedule
 
 
@@ -87,7 +87,9 @@ class ReducedVariance(CentredEstimator):
     """
 
     def __init__(self, learning_rate: Schedule) -> None:
-        check_kind("learning_rate", learning_rate, Schedule, ", for example occ.InverseSqrt(0.5)")
+        expected = "an occ.Schedule, for example occ.InverseSqrt(0.5)"
+        fine = isinstance(learning_rate, Schedule)
+        check_that(fine, "learning_rate", expected, repr(learning_rate), TypeError)
         found = "one per layer, state or pair"
         check_that(not learning_rate.places(), "learning_rate", "one rate for all pairs", found)
         self.learning_rate = learning_rate

@@ -274,8 +274,9 @@ class FTRL(Learner):
         super().__init__(mdp)
         self.optimistic = optimistic
         check_kind("regularizer", regularizer, Regularizer, ", for example occ.jin_luo(mdp)")
-        if estimator is not None:
-            check_kind("estimator", estimator, Estimator, ", for example occ.ImportanceWeighted()")
+        expected = "an occ.Estimator, for example occ.ImportanceWeighted()"
+        fine = isinstance(estimator, Estimator | None)
+        check_that(fine, "estimator", expected, repr(estimator), TypeError)
         self.step = FTRLStep(mdp, regularizer, constraints=constraints)
         self.valid: list[Any] = []  # the last parameters that `check_settings` found valid
         if constraints is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_occ.mdp.checks import as_tensor, check_table, check_that
+from torch_occ.mdp.checks import as_tensor, check_table, check_that, check_type
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.mdp.occupancy import occupancy, optimal_policy, policy_of
 from torch_occ.mdp.unroll import ABSORBING, layer_tensor
@@ -77,8 +77,7 @@ class GraphMDP(LayeredMDP):
     def _of_pairs(self, name: str, x: Tensor) -> Tensor:
         """Give each pair the number of its edge, and zero if it has none."""
         x, expected = as_tensor(x), f"shape (*batch, {len(self.edges)}), one number per edge"
-        fine = isinstance(x, Tensor)
-        check_that(fine, name, f"a tensor of {expected}", type(x).__name__, TypeError)
+        check_type(name, x, Tensor, f"a tensor of {expected}")
         check_that(x.shape[-1:] == (len(self.edges),), name, expected, tuple(x.shape))
         padded = torch.nn.functional.pad(x.to(self.dtype), (0, 1))
         return padded.index_select(-1, self._owner).unflatten(-1, self.actions.shape)

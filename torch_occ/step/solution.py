@@ -19,6 +19,7 @@ from torch_occ.mdp.checks import (
     check_kind,
     check_table,
     check_that,
+    check_type,
     unexpected,
     whole,
 )
@@ -299,8 +300,7 @@ class Budgets(nn.Module):
 
 def check_budgets(budgets: Budgets, mdp: LayeredMDP) -> None:
     """Check that these are budgets, and that their costs fit an MDP."""
-    kind, fine = type(budgets).__name__, isinstance(budgets, Budgets)
-    check_that(fine, "constraints", "occ.Budgets(costs, limits)", kind, TypeError)
+    check_type("constraints", budgets, Budgets, "occ.Budgets(costs, limits)")
     fine, shape = budgets.costs.shape[-2:] == mdp.actions.shape, tuple(budgets.costs.shape)
     expected = f"costs of shape (*batch, m, {mdp.num_states}, {mdp.num_actions})"
     check_that(fine, "constraints", expected, shape)
@@ -358,8 +358,7 @@ def check_arguments(
 
 def check_episode(t: Any, mdp: LayeredMDP) -> Tensor:
     """Check that t is a number or a tensor, and return it as a tensor."""
-    fine = isinstance(t, Tensor | int | float)
-    check_that(fine, "t", "a number or a tensor", type(t).__name__, TypeError)
+    check_type("t", t, Tensor | int | float, "a number or a tensor")
     try:
         return torch.as_tensor(t, dtype=mdp.dtype, device=mdp.device)
     except (OverflowError, RuntimeError):
