@@ -180,7 +180,7 @@ RULES = {
     "modules with one importer": (one_importer, 15, 20),
     "class names used twice": (lambda: used_twice(ast.ClassDef), 0, 0),
     "function names used twice": (lambda: used_twice(FUNCTIONS), 9, 10),
-    "lines of tests": (lambda: lines_of(python("tests")), 17_000, 17_000),
+    "lines of tests": (lambda: lines_of(python("tests")), 16_800, 17_000),
     "lines of experiments": (lambda: lines_of(python("experiments")), 8_000, 8_000),
     "files of experiments": (lambda: len(python("experiments")), 27, 30),
     "words of docs": (

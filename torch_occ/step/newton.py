@@ -36,6 +36,7 @@ from torch_occ.mdp.layered import LayeredMDP, remembered
 from torch_occ.mdp.layers import DenseLayer, SparseLayer
 from torch_occ.mdp.occupancy import (
     Flow,
+    LayeredFlow,
     flow_adjoint,
     flow_residual,
     flow_source,
@@ -361,10 +362,11 @@ def _descend(
     for _ in range(options.max_steps):
         now = at_likeliest_pairs(mdp, q, psi.gradient) if lifted else None
         downhill = -slope(psi, now)
-        # Solved for the change of v, rounding errors are relative to it.
-        x = downhill + (value.unsqueeze(-1) - system.lookahead(value))
+        # Solved for the change of v, rounding errors are relative to it; small MDPs have few.
+        guess = value if isinstance(system, LayeredFlow) else nothing
+        x = downhill + (guess.unsqueeze(-1) - system.lookahead(guess))
         dq, v = factorize(psi.hessian, system, q).solve(x, nothing, inexact=True)
-        v = value + v
+        v = guess + v
         v = rejoin(mdp, v) if lifted else v
         squared = _dot(downhill, dq)
         fall, moved = _relative_change(flow, psi, q, dq)

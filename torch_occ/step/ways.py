@@ -128,12 +128,11 @@ def prefers_iterations(mdp: LayeredMDP, elements: int, exact: bool) -> bool:
     """
     if mdp.is_sparse:
         return True
-    sizes, num_actions, horizon = mdp.layer_sizes, mdp.num_actions, mdp.horizon
-    products = sum(2 * m * n * (num_actions * n + m + n) for m, n in pairwise(sizes))
-    products += sum(4 * n**3 for n in sizes)
-    factorization = 0.08e-9 * products * elements + (0.4e-3 + 0.04e-3 * elements) * horizon
+    products = sum(2 * m * n * (mdp.num_actions * n + m + n) for m, n in pairwise(mdp.layer_sizes))
+    products += sum(4 * n**3 for n in mdp.layer_sizes)
+    factorization = 0.08e-9 * products * elements + (0.4e-3 + 0.04e-3 * elements) * mdp.horizon
     entries = sum(layer.probabilities.numel() for layer in mdp.layers[:-1])
     shared = elements > 1 and not mdp.batch_shape  # then the products with P are matrix-matrix
     passes = 0.2e-9 * entries * elements if shared else 0.6e-9 * entries
-    iteration = passes + 12e-9 * mdp.num_pairs * elements + 0.04e-3 * horizon
+    iteration = passes + 12e-9 * mdp.num_pairs * elements + 0.04e-3 * mdp.horizon
     return (40 if exact else 15) * iteration < factorization
