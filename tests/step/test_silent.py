@@ -184,6 +184,21 @@ def test_multipliers_keep_the_digits_that_small_weights_read(backend, scale):
     assert bool(solution.converged.all())
 
 
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_gaps_beside_large_multipliers_count_what_they_lose(backend):
+    """Newton's method pauses with multipliers of 1e16, which leave few digits of the gaps."""
+    first = torch.tensor([0.267, 0.0738, 0.6592], dtype=F64)
+    mdp = occ.LayeredMDP([torch.ones(n, 3, 1, dtype=F64) for n in (3, 1, 1, 1, 1)], initial=first)
+    loss = 4 * torch.rand(50, 7, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
+    huge = torch.zeros(7, 3, dtype=torch.bool)
+    huge[[0, 2, 2, 3, 4, 4, 5, 6], [2, 0, 2, 2, 0, 1, 1, 1]] = True
+    rate = occ.InverseSqrt(0.0075013478888864326)
+    psi = occ.HybridComplement(0.04279913524684772) / rate + occ.LogBarrier(0.0013411513069638734)
+    step = occ.FTRLStep(mdp, psi, backend=backend)
+    found, right = (step(torch.where(huge, x, loss), 1207.79572362) for x in (4.8e78, 1e12))
+    torch.testing.assert_close(found[:, ~huge], right[:, ~huge], rtol=1e-12, atol=1e-14)
+
+
 def test_a_gap_that_bounds_nothing_is_nan():
     certificate = torch.tensor([[Status.CONVERGED, 1, 0, 0, 0], [Status.MAX_STEPS, 1, 0, 0, 0]])
     two = torch.ones(2, 1, dtype=F64)

@@ -260,8 +260,8 @@ def recenter(model: Model, loss: Floats, work: Work) -> None:
                 low, error = gather(low, -tail, error)
                 high, lost = two_sum(high, expected)
                 low, error = gather(low, lost, error)
-                low, pairs[at.ROUNDING, i] = gather(low, rest, error)
-                pairs[at.GAPS, i] = high + low
+                low, error = gather(low, rest, error)
+                pairs[at.GAPS, i], pairs[at.ROUNDING, i] = gather(high, low, error)
 
 
 # -- The certificate of a step, compiled: residuals that measure how far q is from the solution ----

@@ -17,7 +17,7 @@ from torch_occ._support.private import (
     values_are_hidden,
     with_autograd,
 )
-from torch_occ.mdp.checks import as_tensor, broadcast, check_kind
+from torch_occ.mdp.checks import as_tensor, broadcast, check_kind, check_that
 from torch_occ.mdp.layered import LayeredMDP, remembered
 from torch_occ.mdp.occupancy import flow_of, flow_residual, flow_source, join
 from torch_occ.regularizers.base import total
@@ -314,9 +314,8 @@ def _in_closed_form(
         return None
     model, paths = _model(step, mdp), len(shown) > 1
     equation, given = step.closed_form(loss, t, start, mdp)
-    if equation.probabilities or any(
-        getattr(x, "requires_grad", False) for x in (*given[2:], *shown)
-    ):
+    moving = any(getattr(x, "requires_grad", False) for x in (*given[2:], *shown))
+    if equation.probabilities or moving:
         return None
     with torch.no_grad():
         weight, table = given[2].unsqueeze(-1), keep("pair", model, given[0], 0.0)
@@ -405,16 +404,11 @@ def check_paths(
         if not isinstance(x, Tensor) or x.dtype not in (torch.int64, torch.int32):
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"{name}: expected a tensor of integers (torch.int64), got {kind}")
-        if x.dim() < 2 or x.shape[-1] != mdp.horizon or x.shape[-2] == 0:
-            raise ValueError(
-                f"{name}: expected shape (*batch, N, {mdp.horizon}), one entry per layer, "
-                f"got {tuple(x.shape)}"
-            )
-    if states.shape != actions.shape:
-        raise ValueError(
-            f"actions: expected the shape of states, {tuple(states.shape)}, "
-            f"got {tuple(actions.shape)}"
-        )
+        expected = f"shape (*batch, N, {mdp.horizon}), one entry per layer"
+        fine = x.dim() >= 2 and x.shape[-1] == mdp.horizon and x.shape[-2] > 0
+        check_that(fine, name, expected, tuple(x.shape))
+    expected = f"the shape of states, {tuple(states.shape)}"
+    check_that(states.shape == actions.shape, "actions", expected, tuple(actions.shape))
     visits, chances = follow(mdp, states, actions, attached)
     if values_are_hidden() or bool((chances > 0).all()):
         return visits, chances

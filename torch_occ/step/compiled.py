@@ -145,6 +145,9 @@ _SINGLE = torch.Size()
 #: The smallest batch that is shared among threads.
 _ALONE = 16
 
+#: How many times as large as another weight that of a term of q(s) may be for conjugate gradients.
+_STEEP = 100.0
+
 _ONLY = np.zeros(1, dtype=np.int64)
 
 _NO_TARGETS, _NO_PATHS = 2 * (np.zeros(0),), 2 * (np.zeros((0, 0, 0), dtype=np.int64),)
@@ -179,7 +182,6 @@ class CompiledStep:
         # 2 if an exponent depends on a parameter, 1 if only weights do.
         self.depth = 2 if any(term.exponent.factors for term in terms) else 1
         self.in_logs = solves_in_logs(self.evaluator, self.mdp)
-        self.steep = not evaluator.in_logs and any(term.argument == "state" for term in terms)
         self.valid: list[Any] = []  # the last values of the parameters that were valid
         # Memory that no thread uses now, by the way of solving and the storage of transitions.
         self.free: dict[Any, list[tuple[kernels.Room, Work, Model]]] = defaultdict(list)
@@ -192,6 +194,14 @@ class CompiledStep:
     @cached_property
     def world(self) -> MDPArrays:
         return MDPArrays(self.mdp, self.steep)
+
+    @property
+    def steep(self) -> bool:
+        """Whether a convex term of q(s) has a weight far above another's, now and at t = 1."""
+        names = [term.argument for term in self.composition.terms]
+        weights = [*zip(names, self.weigh([number(x) for x in self.read(1.0)]), strict=False)]
+        least = min((np.abs(w).min() for name, w in weights if name != "state"), default=math.inf)
+        return any(name == "state" and np.max(w) > _STEEP * least for name, w in weights)
 
     def __call__(
         self,

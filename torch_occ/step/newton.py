@@ -146,8 +146,9 @@ def recenter(mdp: LayeredMDP, loss: Tensor, value: Tensor, tail: Tensor) -> Shap
             ahead, rest, more, _ = _expect(mdp.layers[k], *after, conserved)
             high, lost = two_sum(high, ahead)
             low, size = low + lost + rest, size + more
-        gaps.insert(0, torch.where(exists, high + low, 0.0))
-        rounding.insert(0, (fine * size).expand_as(high).detach())
+        gap, lost = two_sum(high, low)
+        gaps.insert(0, torch.where(exists, gap, 0.0))
+        rounding.insert(0, (fine * size + lost.abs()).detach())
         after = own, less
     return Shaped(join(gaps, 2), value, tail, join(rounding, 2), None)
 

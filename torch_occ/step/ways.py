@@ -90,11 +90,10 @@ def prefers_rows(mdp: LayeredMDP, steep: bool = False) -> bool:
     The alternative is dense transitions and a factorization of every layer. Sparse transitions stay
     sparse. For dense ones, a model predicts both times in nanoseconds per Newton step. It was
     fitted to measurements from (3,3,3) to layers of 60 states. Where the times are close, the
-    factorization is used. It is also used if psi has terms of q(s), which can be so `steep` that
-    conjugate gradients need hundreds of iterations.
+    factorization is used. It is also used if psi has convex terms of q(s), which can be so `steep`
+    that conjugate gradients need hundreds of iterations.
     """
-    widest = max(mdp.layer_sizes)
-    if steep and widest <= WIDEST and mdp.num_pairs * widest <= LARGEST:
+    if steep and (widest := max(mdp.layer_sizes)) <= WIDEST and mdp.num_pairs * widest <= LARGEST:
         return False
     if mdp.is_sparse:
         return True
