@@ -3,12 +3,14 @@
 tests/experiments/test_fuzz.py compares the judge with 60 digits.
 """
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 import torch_occ as occ
-from experiments.fuzz import try_batch
+from experiments.fuzz import Args, replay, try_batch
 from experiments.fuzz_problems import FAMILIES, draw, neighbours
 from torch_occ import Status
 
@@ -50,3 +52,11 @@ def test_certified_or_honest(family, backend, kind):
         assert failed == 0
     elif family != "visits":  # prices of up to 1e7 times the weight underflow
         assert failed <= 0.03 * steps
+
+
+PROBLEMS = sorted(Path(__file__).parents[1].glob("record/fuzz/*.npz"))
+
+
+@pytest.mark.parametrize("path", PROBLEMS, ids=lambda path: path.stem)
+def test_problems_that_were_certified_with_a_wrong_q(path):
+    assert replay(Args(backends=("auto", "engine", "torch")), path) == 0

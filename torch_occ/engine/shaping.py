@@ -248,20 +248,25 @@ def recenter(model: Model, loss: Floats, work: Work) -> None:
     for s in range(states.shape[1]):
         value, low = states[at.PLAN, s], states[at.LOW, s] + states[at.V, s]
         states[at.PLAN, s], states[at.LOW, s] = two_sum(value, low)
-        states[at.V, s] = 0.0
-    for k in range(len(start) - 1):
+    for k in range(len(start) - 2, -1, -1):
         behind = start[k + 1]
         after = start[k + 2] - behind if k + 2 < len(start) else 0
-        for i in range(start[k] * num_actions, behind * num_actions):
-            if model.exists[at.PAIR, i]:
-                value, tail = states[at.PLAN, i // num_actions], states[at.LOW, i // num_actions]
-                expected, rest, error = expect(model, i, states, behind, after, -1)
-                high, low = two_sum(loss[i], -value)
-                low, error = gather(low, -tail, error)
-                high, lost = two_sum(high, expected)
-                low, error = gather(low, lost, error)
-                low, error = gather(low, rest, error)
-                pairs[at.GAPS, i], pairs[at.ROUNDING, i] = gather(high, low, error)
+        for s in range(start[k], behind):
+            total, common = 0.0, 0.0
+            for i in range(s * num_actions, (s + 1) * num_actions):
+                if model.exists[at.PAIR, i]:
+                    expected, rest, error = expect(model, i, states, behind, after, -1)
+                    high, low = two_sum(loss[i], -states[at.PLAN, s])
+                    low, error = gather(low, -states[at.LOW, s], error)
+                    high, lost = two_sum(high, expected)
+                    low, error = gather(low, lost, error)
+                    low, error = gather(low, rest, error)
+                    pairs[at.GAPS, i], pairs[at.ROUNDING, i] = gather(high, low, error)
+                    total += pairs[at.PAIR, i]
+                    common += pairs[at.PAIR, i] * pairs[at.ROUNDING, i]
+            states[LOST, s] = common / total  # an error of v, which the layers before share
+    for s in range(states.shape[1]):
+        states[at.V, s] = 0.0
 
 
 # -- The certificate of a step, compiled: residuals that measure how far q is from the solution ----

@@ -597,10 +597,9 @@ def _padded(mdp: LayeredMDP, states: Trajectories, actions: Trajectories) -> tup
     if not (isinstance(states, Sequence) and isinstance(actions, Sequence)):
         return as_tensor(states), as_tensor(actions)
     sizes = [[len(x) for x in part] for part in (states, actions)]
-    if not sizes[0] == sizes[1] != [] or not all(0 < size <= mdp.horizon for size in sizes[0]):
-        raise ValueError(
-            f"states, actions: expected trajectories of equal lengths from 1 to {mdp.horizon}, "
-            f"got {sizes[0]} states and {sizes[1]} actions"
-        )
+    fine = sizes[0] == sizes[1] != [] and all(0 < size <= mdp.horizon for size in sizes[0])
+    expected = f"trajectories of equal lengths from 1 to {mdp.horizon}"
+    found = f"{sizes[0]} states and {sizes[1]} actions"
+    check_that(fine, "states, actions", expected, found)
     parts = ([[*x] + [-1] * (mdp.horizon - len(x)) for x in part] for part in (states, actions))
     return tuple(torch.tensor(part, device=mdp.device) for part in parts)

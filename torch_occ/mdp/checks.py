@@ -124,8 +124,7 @@ def check_shapes(
     for k, p in enumerate(tensors):
         name = f"transitions[{k}]"
         kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
-        fine = getattr(kind, "is_floating_point", False)
-        check_that(fine, name, "a floating-point tensor", kind)
+        check_that(getattr(kind, "is_floating_point", False), name, "a floating-point tensor", kind)
         check_dtype(name, p, first, "transitions[0] is")
         if p.layout != torch.strided:
             fine = p.dim() == 2 and not p.dense_dim() and 0 not in p.shape

@@ -86,8 +86,7 @@ def outcomes_of(transition: Any) -> Outcomes:
     """The outcomes of a dense or sparse tensor `(S, A, S)`, or a sparse matrix `(S * A, S)`."""
     shape = tuple(transition.shape) if hasattr(transition, "shape") else ()
     if isinstance(transition, Tensor) and transition.layout == torch.strided:
-        fine = len(shape) == 3 and shape[0] == shape[2]
-        check_that(fine, "transition", "shape (S, A, S)", shape)
+        check_that(len(shape) == 3 and shape[0] == shape[2], "transition", "shape (S, A, S)", shape)
         # With gradients every entry is kept, so that zeros have a gradient too.
         index = ((transition != 0) | transition.requires_grad).nonzero(as_tuple=True)
         values = transition[index]

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_occ.mdp.checks import broadcast, check_that, check_type
+from torch_occ.mdp.checks import broadcast, check_that, check_type, unexpected
 from torch_occ.mdp.layered import LayeredMDP
 from torch_occ.regularizers import parameters
 from torch_occ.regularizers import terms as tables
@@ -349,10 +349,9 @@ def call(part: Regularizer, key: Key, x: Tensor) -> Tensor:
         found = f"the error {value}" if isinstance(value, RuntimeError) else found
         shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in shown.items())
         advice = f"; the parameters have the shapes {shapes} there, which must broadcast"
-        raise ValueError(
-            f"{type(part).__name__}.{method}: expected a tensor of shape {tuple(expected)} at "
-            f"an argument of shape {tuple(x.shape)}, got {found}{advice if shown else ''}"
-        )
+        asked = f"a tensor of shape {tuple(expected)} at an argument of shape {tuple(x.shape)}"
+        found = f"{found}{advice if shown else ''}"
+        raise unexpected(f"{type(part).__name__}.{method}", asked, found)
     return value
 
 

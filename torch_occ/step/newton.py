@@ -128,12 +128,13 @@ def shape_finely(mdp: LayeredMDP, loss: Tensor) -> Shaped:
     )
 
 
-def recenter(mdp: LayeredMDP, loss: Tensor, value: Tensor, tail: Tensor) -> Shaped:
+def recenter(mdp: LayeredMDP, loss: Tensor, q: Tensor, value: Tensor, tail: Tensor) -> Shaped:
     """Return loss - E'v for v = value + tail `(*batch, S)`, almost without rounding errors.
 
-    They replace the gaps of the optimal policy where these are large beside what decides.
+    They replace the gaps of the optimal policy where these are large beside what decides. What all
+    pairs of a state lose, by their shares in q, is an error of v for the layers before.
     """
-    conserved, fine = conserves_mass(mdp), fineness(torch.finfo(loss.dtype).eps)
+    conserved, fine, common = conserves_mass(mdp), fineness(torch.finfo(loss.dtype).eps), value
     gaps: list[Tensor] = []
     rounding: list[Tensor] = []
     after: tuple[Tensor, Tensor] | None = None
@@ -145,11 +146,12 @@ def recenter(mdp: LayeredMDP, loss: Tensor, value: Tensor, tail: Tensor) -> Shap
         if after is not None:
             ahead, rest, more, _ = _expect(mdp.layers[k], *after, conserved)
             high, lost = two_sum(high, ahead)
-            low, size = low + lost + rest, size + more
+            low, size = low + lost + rest, size + more + mdp.layers[k].ahead(common) / fine
         gap, lost = two_sum(high, low)
         gaps.insert(0, torch.where(exists, gap, 0.0))
         rounding.insert(0, (fine * size + lost.abs()).detach())
-        after = own, less
+        share = q[..., here, :] / q[..., here, :].sum(-1, keepdim=True)
+        after, common = (own, less), (share * rounding[0]).sum(-1)
     return Shaped(join(gaps, 2), value, tail, join(rounding, 2), None)
 
 
@@ -292,10 +294,10 @@ def newton(
     The loss `(*batch, S, A)` has the full batch shape, `derive` is q -> gradient and Hessian of
     psi_t, and the start is the occupancy of an interior policy.
     """
-    share = max(_PAUSE, options.max_steps // (1 + _REFINEMENTS))
+    mdp, share = flow.mdp, max(_PAUSE, options.max_steps // (1 + _REFINEMENTS))
     finer = replace(options, max_steps=min(options.max_steps, share))
     first = replace(finer, steady=False)
-    solution, rounding, base = _descend(flow, derive, shape_loss(flow.mdp, loss), start, first)
+    solution, rounding, base = _descend(flow, derive, shape_loss(mdp, loss), start, first)
     ended = (solution.status == Status.STALLED) | solution.converged
     again = ended & (rounding > options.tolerance_in(loss.dtype) * _COARSE)
     for count in range(1 + _REFINEMENTS):
@@ -305,7 +307,7 @@ def newton(
             continue
         # Sums of losses along an episode have too few digits for the certificate. Compute them
         # again without rounding errors, and then relative to the multipliers found.
-        shaped = recenter(flow.mdp, loss, *base) if count else shape_finely(flow.mdp, loss)
+        shaped = recenter(mdp, loss, solution.q, *base) if count else shape_finely(mdp, loss)
         found, _, more = _descend(flow, derive, shaped, solution.q, finer)
         found.certificate[..., 1] += solution.certificate[..., 1]  # steps
         better = found.dual_residual < solution.dual_residual

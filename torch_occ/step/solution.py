@@ -272,11 +272,9 @@ class Budgets(nn.Module):
             check_that(fine, name, "a tensor of floating-point numbers", found, TypeError)
             shape = "shape (*batch, m, S, A)" if least == 3 else "shape (*batch, m)"
             check_that(x.dim() >= least, name, shape, tuple(x.shape))
-        if costs.shape[-3] != limits.shape[-1] or limits.shape[-1] == 0:
-            raise ValueError(
-                "limits: expected one limit per budget and at least one budget, got "
-                f"{limits.shape[-1]} limits for {costs.shape[-3]} rows of costs"
-            )
+        fine = costs.shape[-3] == limits.shape[-1] > 0
+        counts = f"{limits.shape[-1]} limits for {costs.shape[-3]} rows of costs"
+        check_that(fine, "limits", "one limit per budget and at least one budget", counts)
         # Inside a graph, values are checked when the operator makes its own budgets.
         hidden = torch.compiler.is_compiling()
         if not hidden and len(wrong := (~limits.isfinite()).nonzero()):
