@@ -198,10 +198,12 @@ class CompiledStep:
     @property
     def steep(self) -> bool:
         """Whether a convex term of q(s) has a weight far above another's, now and at t = 1."""
-        names = [term.argument for term in self.composition.terms]
-        weights = [*zip(names, self.weigh([number(x) for x in self.read(1.0)]), strict=False)]
-        least = min((np.abs(w).min() for name, w in weights if name != "state"), default=math.inf)
-        return any(name == "state" and np.max(w) > _STEEP * least for name, w in weights)
+        values = [1.0, *(number(x.double()) for x in self.read(1.0)[1:])]
+        weights = [*zip(self.composition.terms, self.weigh(values), strict=False)]
+        least = min(
+            (np.abs(w).min() for x, w in weights if x.argument != "state"), default=math.inf
+        )
+        return any(x.argument == "state" and np.max(w) > _STEEP * least for x, w in weights)
 
     def __call__(
         self,
