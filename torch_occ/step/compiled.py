@@ -199,11 +199,9 @@ class CompiledStep:
     def steep(self) -> bool:
         """Whether a convex term of q(s) has a weight far above another's, now and at t = 1."""
         values = [1.0, *(number(x.double()) for x in self.read(1.0)[1:])]
-        weights = [*zip(self.composition.terms, self.weigh(values), strict=False)]
-        least = min(
-            (np.abs(w).min() for x, w in weights if x.argument != "state"), default=math.inf
-        )
-        return any(x.argument == "state" and np.max(w) > _STEEP * least for x, w in weights)
+        found = [*zip(self.composition.terms, self.weigh(values), strict=False)]
+        least = min((np.abs(w).min() for x, w in found if x.argument != "state"), default=math.inf)
+        return any(x.argument == "state" and np.max(w) > _STEEP * least for x, w in found)
 
     def __call__(
         self,
