@@ -261,9 +261,9 @@ def recenter(model: Model, loss: Floats, work: Work) -> None:
                     high, lost = two_sum(high, expected)
                     low, error = gather(low, lost, error)
                     low, error = gather(low, rest, error)
-                    pairs[at.GAPS, i], pairs[at.ROUNDING, i] = gather(high, low, error)
                     total += pairs[at.PAIR, i]
-                    common += pairs[at.PAIR, i] * pairs[at.ROUNDING, i]
+                    common += pairs[at.PAIR, i] * error
+                    pairs[at.GAPS, i], pairs[at.ROUNDING, i] = gather(high, low, error)
             states[LOST, s] = common / total  # an error of v, which the layers before share
     for s in range(states.shape[1]):
         states[at.V, s] = 0.0

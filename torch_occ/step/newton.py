@@ -151,7 +151,7 @@ def recenter(mdp: LayeredMDP, loss: Tensor, q: Tensor, value: Tensor, tail: Tens
         gaps.insert(0, torch.where(exists, gap, 0.0))
         rounding.insert(0, (fine * size + lost.abs()).detach())
         share = q[..., here, :] / q[..., here, :].sum(-1, keepdim=True)
-        after, common = (own, less), (share * rounding[0]).sum(-1)
+        after, common = (own, less), (share * (fine * size)).sum(-1).detach()
     return Shaped(join(gaps, 2), value, tail, join(rounding, 2), None)
 
 
