@@ -8,7 +8,7 @@ import pytest
 from documents import ROOT, anchors, documented
 
 from notebooks.badges import FOLDER, badges
-from torch_occ import Status, __version__
+from torch_occ import Status, __main__, __version__
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
@@ -91,3 +91,15 @@ def test_contributing_lists_the_packages_in_order():
 def test_the_page_of_the_step_lists_every_status():
     text = (ROOT / "docs" / "step.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| ([A-Z_]+) \|", text, re.MULTILINE) == [x.name for x in Status]
+
+
+@pytest.mark.slow
+def test_the_engine_is_compiled_ahead(capsys):
+    """Here, other tests have compiled most of it."""
+    __main__.command(["compile"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:-1]] == [f"{n} of 8" for n in range(1, 9)]
+    assert lines[-1].startswith("ready after ")
+    with pytest.raises(SystemExit):
+        __main__.command(["comple"])
+    assert "choose from" in capsys.readouterr().err

@@ -17,7 +17,6 @@ import numba
 import pytest
 
 import torch_occ
-from torch_occ import __main__
 from torch_occ._support import choices, compiling
 
 PACKAGE = Path(torch_occ.__file__).parent
@@ -291,14 +290,3 @@ def test_every_name_in_a_kernel_comes_from_a_source_in_the_stamp():
                 checked += 1
                 assert origin[node.id] in compiling.SOURCES, f"{path.name}: {node.id}"
     assert checked > 50
-
-
-@pytest.mark.slow
-def test_the_engine_is_compiled_ahead(capsys):
-    __main__.command(["compile"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines[:-1]] == [f"{n} of 8" for n in range(1, 9)]
-    assert lines[-1].startswith("ready after ")
-    with pytest.raises(SystemExit):
-        __main__.command(["comple"])
-    assert "choose from" in capsys.readouterr().err
