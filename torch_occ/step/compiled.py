@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -199,9 +200,12 @@ class CompiledStep:
     def steep(self) -> bool:
         """Whether a convex term of q(s) has a weight far above another's, now and at t = 1."""
         values = [1.0, *(number(x.double()) for x in self.read(1.0)[1:])]
-        found = [*zip(self.composition.terms, self.weigh(values), strict=False)]
-        least = min((np.abs(w).min() for x, w in found if x.argument != "state"), default=math.inf)
-        return any(x.argument == "state" and np.max(w) > _STEEP * least for x, w in found)
+        with suppress(ArithmeticError):  # parameters are validated later
+            found = [*zip(self.composition.terms, self.weigh(values), strict=False)]
+            others = (np.abs(w).min() for x, w in found if x.argument != "state")
+            least = _STEEP * min(others, default=math.inf)
+            return any(x.argument == "state" and np.max(w) > least for x, w in found)
+        return False
 
     def __call__(
         self,
@@ -597,8 +601,7 @@ def _memory(
 
 def applies(mdp: LayeredMDP) -> bool:
     """Return whether the kernel supports this MDP: single, sparse, float64, on the CPU."""
-    sparse = all(isinstance(layer, SparseLayer) for layer in mdp.layers[:-1])
-    return sparse and why_not_model(mdp) is None
+    return why_not_model(mdp) is None and all(isinstance(x, SparseLayer) for x in mdp.layers[:-1])
 
 
 def sweeps(states: SeparableStates, mdp: LayeredMDP) -> Sweep:

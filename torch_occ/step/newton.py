@@ -69,8 +69,7 @@ def shape_loss(mdp: LayeredMDP, loss: Tensor) -> Shaped:
 
 def shape_finely(mdp: LayeredMDP, loss: Tensor) -> Shaped:
     """Compute the gaps almost without rounding errors; see the module."""
-    conserved = conserves_mass(mdp)
-    eps = torch.finfo(loss.dtype).eps
+    conserved, eps = conserves_mass(mdp), torch.finfo(loss.dtype).eps
     gaps: list[Tensor] = []
     values: list[tuple[Tensor, Tensor]] = []
     rounding: list[Tensor] = []
@@ -135,8 +134,7 @@ def recenter(mdp: LayeredMDP, loss: Tensor, q: Tensor, value: Tensor, tail: Tens
     pairs of a state lose, by their shares in q, is an error of v for the layers before.
     """
     conserved, fine, common = conserves_mass(mdp), fineness(torch.finfo(loss.dtype).eps), value
-    gaps: list[Tensor] = []
-    rounding: list[Tensor] = []
+    gaps, rounding = list[Tensor](), list[Tensor]()
     after: tuple[Tensor, Tensor] | None = None
     for k in reversed(range(mdp.horizon)):
         here = mdp.layer_slices[k]
